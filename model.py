@@ -1,0 +1,309 @@
+"""
+A byte-level language model that learns where its tokens end.
+"You Can Learn Tokenization End-to-End with Reinforcement Learning", arXiv 2602.13940.
+
+Read it top to bottom; the data flows the same way. `# eq. n` is the paper's equation n, and the names are its own:
+
+    x  bytes, x_0 = <bos>                       (B, N)       X   byte representations         (B, N, D)
+    a  a_i = 1: a token ends at byte i          (B, N)       X'  those at the boundaries      (B, M, D)
+    l  logit of that decision, p = sigmoid(l)   (B, N)       Y'  after the middle transformer (B, M, D)
+                                                             Y   handed back to the bytes     (B, N, D)
+
+B rows, N bytes in a row, M tokens in the row that has the most, D = embedding_dim. Position i predicts y_i = x_{i+1}.
+"""
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+BOS = 256  # the one symbol that is not a byte
+VOCAB_SIZE = 257
+ATTENTION_SOFTCAP, LOGIT_SOFTCAP = 50.0, 30.0  # as in Gemma 2
+ROPE_BASE = 10000.0
+TOKEN_MULTIPLE = 16  # M is rounded up to a multiple of this, so that the middle sees few different shapes
+
+
+@dataclass
+class ModelConfig:
+    seq_len: int = 4096  # bytes in a training row; only uniform boundaries depend on it
+    embedding_dim: int = 768
+    num_heads: int = 12
+    n_down_layers: int = 4  # byte layers before the middle
+    n_mid_layers: int = 12  # token layers
+    n_up_layers: int = 4  # byte layers after the middle
+    attention_window: int = 64  # bytes that a byte layer sees, its own included
+    downsample_rate_target: float = 1 / 5  # tokens per byte
+    policy_window: int = 8  # w: earlier decisions that a decision sees
+    policy_scale: float = 16.0  # S, eq. 22
+    policy_softcap: float = 5.0  # eq. 23; the paper does not give it. 5 keeps p within 0.7% .. 99.3%: it never stops exploring
+    boundaries: str = "learned"  # or "uniform": evenly spaced
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The transformer block, as in Gemma 2: RMSNorm before and after attention and MLP, RoPE, GeGLU, soft-caps, no biases.
+
+
+def softcap(z, c):
+    return c * torch.tanh(z / c)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * (1 + weight), computed in float32, returned in x's dtype."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x):
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
+        return (y * (1 + self.weight)).type_as(x)
+
+
+def rope(positions, head_dim):
+    """cos and sin of the rotary angles at byte positions (...): each (..., 1, head_dim / 2), to broadcast over heads."""
+    frequency = ROPE_BASE ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
+    angle = positions[..., None, None].float() * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, cos, sin):
+    """Rotates the pairs (x_k, x_{k + head_dim/2}) of x (B, N, H, head_dim) by the angles that `rope` gives."""
+    x1, x2 = x.float().chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
+
+
+def attend(q, k, v, mask):
+    """Soft-capped attention: q (..., Q, h), k and v (..., K, h), mask (..., Q, K) True where q may look at k."""
+    scores = softcap((q @ k.mT).float() / math.sqrt(q.size(-1)), ATTENTION_SOFTCAP)
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1).type_as(v) @ v
+
+
+def causal_attention(q, k, v):
+    """Full causal attention over (B, H, M, h)."""
+    M = q.size(-2)
+    return attend(q, k, v, torch.ones(M, M, dtype=torch.bool, device=q.device).tril())
+
+
+def window_attention(q, k, v, window):
+    """Causal attention of each position to itself and the window - 1 before it, over (B, H, N, h), in O(N * window).
+
+    The row is cut into chunks of half a window; a chunk's queries need the keys of their own chunk and of the two
+    chunks before it, so every product is a batch of small dense ones and the work wasted on masked pairs is a third.
+    """
+    N, C = q.size(2), max(window // 2, 1)
+    n, back = math.ceil(N / C), math.ceil((window - 1) / C)  # chunks, and how many before its own one reads
+    q = F.pad(q, (0, 0, 0, n * C - N)).unflatten(2, (n, C))  # (B, H, n, C, h)
+    k, v = (F.pad(z, (0, 0, back * C, n * C - N)).unflatten(2, (back + n, C)) for z in (k, v))
+    k, v = (torch.cat([z[:, :, i : i + n] for i in range(back + 1)], dim=3) for z in (k, v))  # (B, H, n, (back + 1) C, h)
+    i = torch.arange(C, device=q.device)[:, None] + back * C
+    j = torch.arange((back + 1) * C, device=q.device)
+    start = torch.arange(n, device=q.device)[:, None, None] * C  # key j of a chunk is byte start + j - back * C
+    mask = (j <= i) & (j > i - window) & (start + j >= back * C)  # (n, C, (back + 1) C)
+    return attend(q, k, v, mask).flatten(2, 3)[:, :, :N]
+
+
+class Attention(nn.Module):
+    def __init__(self, dim, num_heads, window=None):
+        super().__init__()
+        self.num_heads, self.window = num_heads, window
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x, cos, sin, cache=None, rows=None):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)  # (B, N, H, h)
+        q, k, v = rotate(q, cos, sin).transpose(1, 2), rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2)
+        if rows is not None:  # one new position of each of these rows
+            y = attend(q, *cache.append(k, v, rows))
+        else:
+            y = causal_attention(q, k, v) if self.window is None else window_attention(q, k, v, self.window)
+            if cache is not None:
+                cache.fill(k, v)
+        return self.out(y.transpose(1, 2).flatten(-2))
+
+
+class GeGLU(nn.Module):
+    def __init__(self, dim, hidden_dim):
+        super().__init__()
+        self.up = nn.Linear(dim, 2 * hidden_dim, bias=False)
+        self.down = nn.Linear(hidden_dim, dim, bias=False)
+
+    def forward(self, x):
+        gate, value = self.up(x).chunk(2, dim=-1)
+        return self.down(F.gelu(gate, approximate="tanh") * value)
+
+
+class Block(nn.Module):
+    def __init__(self, dim, num_heads, hidden_dim, window=None):
+        super().__init__()
+        self.attention, self.mlp = Attention(dim, num_heads, window), GeGLU(dim, hidden_dim)
+        self.norm1, self.norm2, self.norm3, self.norm4 = (RMSNorm(dim) for _ in range(4))
+
+    def forward(self, x, *args):
+        x = x + self.norm2(self.attention(self.norm1(x), *args))
+        return x + self.norm4(self.mlp(self.norm3(x)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The policy's draw, select and upsample.
+
+
+def draw(z, threshold):
+    """The boundaries a_i = [z_i0 + sum_j a_{i-j} z_ij > threshold_i] (eq. 19-21), without a loop over positions.
+
+    z (B, N, 1 + w), threshold (B, N) -> a (B, N) bool. Only the last w decisions matter to the next, so a position is
+    a function from one history (w bits) to the next. Functions compose: pairs of neighbours are composed up a tree,
+    and the history that enters each position comes down it. 2 log2(N) small steps whatever the policy does, and
+    exactly the decisions that the left-to-right loop takes: each sum is added up in the loop's order.
+    """
+    B, N, w = z.size(0), z.size(1), z.size(2) - 1
+    total = z[..., :1]
+    for j in range(1, w + 1):  # (B, N, 2^j): bit j-1 of a history is a_{i-j}
+        total = torch.cat((total, total + z[..., j, None]), dim=-1)
+    decision = total > threshold[..., None]  # (B, N, 2^w), for every history
+    history = torch.arange(2**w, device=z.device)
+    step = (2 * history + decision) % 2**w  # the history that position i hands on
+    step = F.pad(step, (0, 0, 0, 2 ** math.ceil(math.log2(N)) - N))
+    levels = []
+    while step.size(1) > 1:
+        levels.append(step)
+        step = step[:, 1::2].gather(2, step[:, ::2])  # second after first
+    history = torch.zeros(B, 1, dtype=torch.long, device=z.device)  # no boundaries before the row
+    for step in reversed(levels):
+        second = step[:, ::2].gather(2, history[..., None]).squeeze(2)
+        history = torch.stack((history, second), dim=2).flatten(1)
+    return decision.gather(2, history[:, :N, None]).squeeze(2)
+
+
+def uniform_boundaries(positions, seq_len, target):
+    """True at the positions that start the round(seq_len * target) equal parts of a row."""
+    M = round(seq_len * target)
+    return (positions * M) // seq_len > ((positions - 1) * M) // seq_len
+
+
+def token_positions(a):
+    """Byte position of each token (B, M), and the token that each byte reads from (B, N); a (B, N) bool, a[:, 0] True.
+
+    Rows with fewer than M tokens are filled with byte 0: causal attention hides what comes after a row's own tokens.
+    """
+    token = a.long().cumsum(1) - 1  # (B, N): the last token at or before each byte
+    M = math.ceil((int(token[:, -1].max()) + 1) / TOKEN_MULTIPLE) * TOKEN_MULTIPLE  # the step's one wait for the GPU
+    positions = torch.zeros(a.size(0), M + 1, dtype=torch.long, device=a.device)
+    byte = torch.arange(a.size(1), device=a.device).expand_as(token)
+    positions = positions.scatter(1, torch.where(a, token, M), byte)[:, :M]  # column M takes what is no boundary
+    return positions, token
+
+
+def select(z, index):
+    """z (B, K, D) at index (B, L) -> (B, L, D)."""
+    return z.gather(1, index[..., None].expand(-1, -1, z.size(-1)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        D, H, W = config.embedding_dim, config.num_heads, config.attention_window
+        self.head_dim = D // H
+        self.embedding = nn.Embedding(VOCAB_SIZE, D)
+        self.down = nn.ModuleList(Block(D, H, D, W) for _ in range(config.n_down_layers))
+        self.early_norm = RMSNorm(D)  # before the policy and the early head, as before the output head
+        self.policy = nn.Linear(D, 1 + config.policy_window, bias=False)  # W_0 .. W_w, eq. 21
+        self.early_head = nn.Linear(D, VOCAB_SIZE, bias=False)  # W_early, eq. 14
+        self.middle = nn.ModuleList(Block(D, H, 4 * D) for _ in range(config.n_mid_layers))
+        self.up = nn.ModuleList(Block(D, H, D, W) for _ in range(config.n_up_layers))
+        self.norm = RMSNorm(D)
+        self.head = nn.Linear(D, VOCAB_SIZE, bias=False)
+
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        nn.init.normal_(self.head.weight, std=0.02)
+        self.early_head.load_state_dict(self.head.state_dict())
+        nn.init.zeros_(self.policy.weight)  # p starts at the target everywhere
+
+    def run(self, blocks, x, positions, caches=None, step=None):
+        cos, sin = rope(positions, self.head_dim)
+        for i, block in enumerate(blocks):
+            x = block(x, cos, sin, caches and caches[i], step)
+        return x
+
+    def encode(self, x, *cache):
+        """Bytes x (B, N) -> X (B, N, D); eq. 1."""
+        return self.run(self.down, self.embedding(x), torch.arange(x.size(1), device=x.device), *cache)
+
+    def read(self, X):
+        """From X (B, N, D): next-byte logits (B, N, 257), eq. 14, and the policy's terms z (B, N, 1 + w), both float32.
+
+        z_ij is what a_{i-j} = 1 adds to the decision's logit at i, and z_i0 what is always there (eq. 21-22).
+        """
+        X = self.early_norm(X)
+        early_logits = softcap(self.early_head(X).float(), LOGIT_SOFTCAP)
+        target = self.config.downsample_rate_target
+        with torch.autocast(X.device.type, enabled=False):
+            z = self.policy(X.float()) / self.config.policy_scale
+            z[..., 0] += math.log(target / (1 - target))
+        return early_logits, z
+
+    def boundaries(self, z, u):
+        """a (B, N) bool from uniforms u (B, N): a_i = [u_i < p_i], eq. 19-20; a_0 = 1."""
+        if self.config.boundaries == "uniform":
+            positions = torch.arange(z.size(1), device=z.device)
+            return uniform_boundaries(positions, self.config.seq_len, self.config.downsample_rate_target).expand_as(u)
+        threshold = torch.logit(u)  # u < sigmoid(l) where logit(u) < l, which spares the draw the sigmoid ...
+        if self.training:  # ... and here the soft-cap
+            c = self.config.policy_softcap
+            threshold = c * torch.atanh((threshold / c).clamp(-1, 1))
+        threshold[:, 0] = -torch.inf  # <bos> is a token: every byte has one to read from
+        return draw(z, threshold)
+
+    def boundary_logits(self, z, a):
+        """l (B, N) of the decisions a (B, N), each given those before it; eq. 21-23, all positions at once."""
+        l, N = z[..., 0], a.size(1)
+        for j in range(1, z.size(-1)):
+            l = l + F.pad(a, (j, 0))[:, :N] * z[..., j]
+        return softcap(l, self.config.policy_softcap) if self.training else l
+
+    def decode(self, Y, *cache):
+        """Y (B, N, D) -> next-byte logits (B, N, 257) in float32; eq. 6."""
+        Y = self.run(self.up, Y, torch.arange(Y.size(1), device=Y.device), *cache)
+        return softcap(self.head(self.norm(Y)).float(), LOGIT_SOFTCAP)
+
+    def forward(self, x, a=None, u=None):
+        """Bytes x (B, N), x_0 = <bos> -> logits, early_logits (B, N, 257), l (B, N), all float32, and a (B, N) bool.
+
+        Boundaries are drawn with the uniforms u (B, N) (fresh ones unless given), or are the a (B, N) bool that is
+        given, with a[:, 0] True. No output at i depends on a byte or a decision after i.
+        """
+        X = self.encode(x)
+        early_logits, z = self.read(X)
+        if a is None:
+            with torch.no_grad():
+                a = self.boundaries(z, torch.rand(x.shape, device=x.device) if u is None else u)  # eq. 2
+        l = self.boundary_logits(z, a)
+        positions, token = token_positions(a)
+        Y = select(X, positions)  # X' (B, M, D); eq. 3, 7-8
+        Y = self.run(self.middle, Y, positions)  # Y' (B, M, D); eq. 4. A token's position is its byte's
+        Y = X + select(Y, token)  # (B, N, D); eq. 5, 9
+        return self.decode(Y), early_logits, l, a
+
+
+def load_checkpoint(path):
+    """The model that train.py saved at `path`, on the CPU in evaluation mode, and all that was saved with it.
+
+    Raises FileNotFoundError, or ValueError if the file is no such checkpoint.
+    """
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        model = Model(ModelConfig(**saved["model_config"]))
+        model.load_state_dict(saved["model"])
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no checkpoint {path}; train.py makes one") from None
+    except Exception as error:  # torch.load raises whatever the bytes made it stumble over
+        raise ValueError(f"{path} is no checkpoint of train.py ({type(error).__name__})") from None
+    return model.eval(), saved

@@ -1,0 +1,444 @@
+"""
+Trains the byte-level language model of model.py, which learns where its tokens end.
+
+    python train.py                                                   the quick run: small model, Python source, laptop
+    python train.py config/fineweb_147m.py --out_dir=out-147m         a file overrides the values below, a flag the file
+    torchrun --standalone --nproc_per_node=8 train.py config/fineweb_147m.py     one machine, eight GPUs
+    python train.py --resume=True                                     goes on from out_dir/ckpt.pt
+"""
+import difflib
+import json
+import math
+import os
+import shlex
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import fields
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import prepare
+from model import BOS, Model, ModelConfig, load_checkpoint
+from sample import render
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hyperparameters. The values are the quick run's; config/ holds the paper's.
+
+# files
+data = "data/stdlib"  # folder of shards made by prepare.py; this one is made on first use
+out_dir = "out"  # receives ckpt.pt and log.jsonl
+resume = False  # go on from out_dir/ckpt.pt, with the hyperparameters it was trained with and the flags given now
+# model
+seq_len = 256  # bytes in a row; divides the shards' row length
+embedding_dim = 128  # D, of bytes and tokens alike
+num_heads = 4  # attention heads, of all layers
+n_down_layers = 2  # byte layers that read
+n_mid_layers = 4  # token layers
+n_up_layers = 2  # byte layers that predict
+attention_window = 64  # bytes that a byte layer sees
+# boundaries
+boundaries = "learned"  # "learned", or "uniform": evenly spaced, to compare with
+downsample_rate_target = 1 / 5  # tokens per byte
+policy_window = 1  # w, eq. 21: earlier decisions that a decision sees
+policy_scale = 2.0  # S, eq. 22: the smaller, the faster the policy learns
+policy_softcap = 5.0  # eq. 23: the decision's logit stays within +- this in training
+# loss
+gamma = 0.99  # discount of later rewards, eq. 16
+lambda_pi = 1e-2  # weight of the policy's loss, eq. 27
+lambda_target = 1e-2  # weight of the boundary rate's loss
+lambda_early = 1e-1  # weight of the early head's loss
+# optimizer: AdamW
+training_bytes = 12_000_000  # length of the run
+effective_batch_size = 16  # rows in a step, over all processes and accumulation
+batch_size = 16  # rows in one forward pass of one process; eq. 17 and 24 average over these, of all processes
+learning_rate = 3e-3  # reached after warm-up; falls to 0 along a cosine
+warmup_bytes = 400_000  # linear warm-up
+weight_decay = 0.01  # of matrices; torch's default, as in the paper
+grad_clip = 1.0  # largest gradient norm
+# log
+log_interval = 20  # steps between lines
+eval_interval = 250  # steps between evaluations, each followed by a checkpoint
+eval_rows = 512  # validation rows, the same every time
+# machine
+device = "auto"  # "auto", "cpu", "cuda" or "mps"
+dtype = "auto"  # "auto", "float32", "bfloat16" or "float16" (then with a GradScaler)
+compile = True  # torch.compile the model
+seed = 1337  # of weights, order of rows and draws
+
+DEFAULTS = {k: v for k, v in globals().items() if not k.startswith("_") and type(v) in (int, float, bool, str)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The losses. logits (B, N, 257), l and everything else (B, N); nats per byte.
+
+
+def batch_mean(z):
+    """Mean over dimension 0 and over all processes."""
+    z = z.mean(0)
+    if dist.is_initialized():
+        dist.all_reduce(z)
+        z = z / dist.get_world_size()
+    return z
+
+
+def log_likelihood(logits, y):
+    """log p(y_i | x, a) (B, N)."""
+    return -F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view_as(y)
+
+
+def discounted_return(R, gamma):
+    """G_i = sum_k gamma^k R_{i+k}, eq. 16. Doubles the terms summed log2(N) times; no power of gamma is divided by."""
+    G, reach = R, 1
+    while reach < R.size(1):
+        G = G + gamma**reach * F.pad(G[:, reach:], (0, reach))
+        reach *= 2
+    return G
+
+
+def policy_loss(l, a, A):
+    """L_pi, eq. 18: mean of -log pi(a_i) A_i. Position 0 is forced, not drawn: it has no term."""
+    negative_log_pi = F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")
+    return (negative_log_pi * A)[:, 1:].sum() / l.numel()
+
+
+def target_loss(l, target):
+    """L_tgt, eq. 24: pushes all logits alike, down when the mean probability is above the target, else up."""
+    excess = batch_mean(l.sigmoid().mean(1)) - target
+    return l.mean() * excess.detach()
+
+
+def losses(logits, early_logits, l, a, y, gamma, target):
+    """L_auto, L_early, L_pi and L_tgt, eq. 15-18 and 24-26."""
+    logp, early_logp = log_likelihood(logits, y), log_likelihood(early_logits, y)
+    R = (logp - early_logp).detach()  # eq. 15
+    G = discounted_return(R, gamma)  # eq. 16
+    A = G - batch_mean(G)  # eq. 17
+    return -logp.mean(), -early_logp.mean(), policy_loss(l, a, A), target_loss(l, target)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line, data, schedule.
+
+
+def fail(message):
+    print(f"train.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse(key, value):
+    """A hyperparameter's value, from a flag's text or a configuration file, in the type of its default."""
+    if key not in DEFAULTS:
+        fail(f"unknown hyperparameter '{key}'; the nearest is '{difflib.get_close_matches(key, DEFAULTS, 1, 0)[0]}'")
+    kind = type(DEFAULTS[key])
+    try:
+        if kind is bool:
+            return {"True": True, "False": False}[str(value)]
+        if kind is str and isinstance(value, str):
+            return value
+        number = Fraction(str(value))  # reads 6e9 and 1/5 as well
+        if kind is str or kind is int and number.denominator != 1:
+            raise ValueError
+        return kind(number)
+    except (ValueError, KeyError, ZeroDivisionError):
+        fail(f"{key}={value!r} is no {kind.__name__}; the default is {DEFAULTS[key]!r}")
+
+
+def read_command_line(argv):
+    """The hyperparameters that configuration files and flags set, the later over the earlier."""
+    chosen = {}
+    for argument in argv:
+        if not argument.startswith("--"):
+            try:
+                values = {}
+                exec(Path(argument).read_text(), {}, values)
+            except (OSError, SyntaxError, UnicodeDecodeError, NameError) as error:
+                fail(f"cannot read the configuration file '{argument}': {error}")
+            chosen |= {k: parse(k, v) for k, v in values.items() if not k.startswith("_")}
+        elif "=" in argument:
+            key, value = argument[2:].split("=", 1)
+            chosen[key] = parse(key, value)
+        else:
+            fail(f"'{argument}' has no value; write {argument}=...")
+    return chosen
+
+
+def check():
+    """One line for a combination of hyperparameters that cannot run."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if embedding_dim % (2 * num_heads):
+        fail(f"embedding_dim={embedding_dim} is no multiple of 2 * num_heads={2 * num_heads}")
+    if effective_batch_size % (batch_size * world):
+        fail(f"effective_batch_size={effective_batch_size} is no multiple of batch_size={batch_size} times {world} processes")
+    if not 0 < downsample_rate_target < 1:
+        fail(f"downsample_rate_target={downsample_rate_target} is not between 0 and 1")
+    if not 0 <= gamma <= 1:
+        fail(f"gamma={gamma} is not within 0 and 1")
+    if not 0 <= policy_window <= 12:
+        fail(f"policy_window={policy_window} is not within 0 and 12: the draw costs 2^policy_window a byte")
+    for key, allowed in (("boundaries", ("learned", "uniform")), ("device", ("auto", "cpu", "cuda", "mps")),
+                         ("dtype", ("auto", "float32", "bfloat16", "float16"))):
+        if globals()[key] not in allowed:
+            fail(f"{key}={globals()[key]!r} is none of {', '.join(allowed)}")
+
+
+def open_rows(split):
+    """The split's shards as arrays of rows (rows, seq_len), uint8, read from disk as they are used."""
+    meta = Path(data, "meta.json")
+    if not meta.exists():
+        fail(f"no {meta}; make the data first: python prepare.py --help")
+    row_length = json.loads(meta.read_text())["seq_len"]
+    if row_length % seq_len:
+        fail(f"seq_len={seq_len} does not divide the {row_length} bytes of a row in {data}")
+    return [np.memmap(path, np.uint8, "r").reshape(-1, seq_len) for path in sorted(Path(data).glob(f"{split}_*.bin"))]
+
+
+def fetch(shards, rows):
+    """Bytes (len(rows), seq_len) uint8 of the rows with these numbers."""
+    ends = np.cumsum([len(shard) for shard in shards])
+    where = np.searchsorted(ends, rows, "right")
+    return torch.from_numpy(np.stack([shards[s][r - ends[s]] for s, r in zip(where, rows)]))  # negative: from the end
+
+
+def shuffled(first, count, n):
+    """Numbers of the rows that the run reads first, first + 1, ...: a new order of all n rows every epoch."""
+    position = np.arange(first, first + count)
+    orders = {e: np.random.default_rng([seed, e]).permutation(n) for e in np.unique(position // n)}
+    return np.array([orders[p // n][p % n] for p in position])
+
+
+def inputs_and_targets(rows):
+    """x = <bos> and all bytes but the last, y = all bytes; (B, N) int64."""
+    y = rows.long()
+    return F.pad(y[:, :-1], (1, 0), value=BOS), y
+
+
+def learning_rate_at(bytes_seen):
+    if bytes_seen < warmup_bytes:
+        return learning_rate * bytes_seen / warmup_bytes
+    done = (bytes_seen - warmup_bytes) / max(training_bytes - warmup_bytes, 1)
+    return learning_rate * (1 + math.cos(math.pi * min(done, 1))) / 2
+
+
+def flops_per_byte(model, rate):
+    """Training FLOPs per byte as the paper counts them: 6 per matrix parameter, per byte or, in the middle, per token."""
+    middle = sum(p.numel() for p in model.middle.parameters() if p.dim() == 2)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2) - model.embedding.weight.numel()
+    return 6 * (matrices - middle + middle * rate)
+
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12,
+              "3090": 71e12, "V100": 125e12, "T4": 65e12}  # dense, 16 bit, from the data sheets
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+LETTERS = torch.tensor([chr(b).isalnum() and b < 128 for b in range(BOS)] + [False])
+
+
+@torch.no_grad()
+def evaluate(model, shards, autocast):
+    """On fixed validation rows with fixed uniforms: bits per byte of the model and of the early head, the boundary rate,
+    and the contrast: the mean p on bytes that are no letters or digits over the mean p on letters and digits. Also the
+    first row's bytes, boundaries and p, to look at."""
+    n, where = sum(len(shard) for shard in shards), model.embedding.weight.device
+    rows = np.linspace(0, n - 1, min(eval_rows, n)).astype(int)
+    generator = torch.Generator().manual_seed(0)
+    bits, early_bits, chosen, letter, other = [], [], [], [], []
+    model.eval()
+    for some in np.split(rows, range(batch_size, len(rows), batch_size)):
+        x, y = (z.to(where) for z in inputs_and_targets(fetch(shards, some)))
+        u = torch.rand(x.shape, generator=generator).to(where)
+        with autocast:
+            logits, early_logits, l, a = model(x, u=u)
+        p, is_letter = l.sigmoid(), LETTERS.to(where)[x]
+        bits.append(-log_likelihood(logits, y).flatten() / math.log(2))
+        early_bits.append(-log_likelihood(early_logits, y).flatten() / math.log(2))
+        chosen.append(a.float().flatten())
+        letter.append(p[is_letter])
+        other.append(p[~is_letter & (x != BOS)])
+        if len(bits) == 1:
+            line = [z[0].tolist() for z in (x, a, p)]
+    model.train()
+    bits, early_bits, chosen, letter, other = (torch.cat(z).mean().item() for z in (bits, early_bits, chosen, letter, other))
+    return {"val_bpb": bits, "val_early_bpb": early_bits, "val_rate": chosen, "contrast": other / letter}, line
+
+
+def main(argv):
+    chosen, saved = read_command_line(argv), None
+    checkpoint = Path(chosen.get("out_dir", DEFAULTS["out_dir"]), "ckpt.pt")
+    if chosen.get("resume"):
+        try:
+            model, saved = load_checkpoint(checkpoint)
+        except (OSError, ValueError) as error:
+            fail(f"cannot resume: {error}")
+        chosen = saved["config"] | chosen
+    elif checkpoint.exists():
+        fail(f"{checkpoint} exists; go on from it with --resume=True, or keep it and start anew with another --out_dir")
+    globals().update(DEFAULTS | chosen)
+    check()
+    config = {key: globals()[key] for key in DEFAULTS}
+    model_config = {field.name: config[field.name] for field in fields(ModelConfig)}
+    if saved and model_config != saved["model_config"]:
+        fail(f"{checkpoint} holds another model: {saved['model_config']}")
+
+    # processes, device, dtype
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    kind = device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    where = torch.device(kind)
+    if kind == "cuda":
+        where = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(where)
+    if world > 1:
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    precision = dtype
+    if precision == "auto":  # bfloat16 from Ampere on, float16 on a T4, float32 elsewhere
+        precision = "float32"
+        if kind == "cuda":
+            precision = "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
+    autocast = torch.autocast(kind, getattr(torch, precision), enabled=precision != "float32")
+    torch.set_float32_matmul_precision("high")
+    say = print if rank == 0 else lambda *_, **__: None
+
+    # data
+    if rank == 0 and data == DEFAULTS["data"] and not Path(data, "meta.json").exists():
+        prepare.main([f"--out_dir={data}"])
+    if world > 1:
+        dist.barrier()
+    train_shards, val_shards = open_rows("train"), open_rows("val")
+    n_rows = sum(len(shard) for shard in train_shards)
+    bytes_per_step = effective_batch_size * seq_len
+    accumulation = effective_batch_size // (batch_size * world)
+
+    # model and optimizer
+    torch.manual_seed(seed)
+    if not saved:
+        model = Model(ModelConfig(**model_config))
+    model = model.to(where).train()
+    groups = [{"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": weight_decay},
+              {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, learning_rate, fused=True)  # betas 0.9, 0.999 as in the paper
+    scaler = torch.amp.GradScaler(kind, enabled=precision == "float16")
+    torch.manual_seed(seed + rank)  # every process draws its own boundaries
+    step, policy_weight, target_weight = 0, lambda_pi, lambda_target
+    if boundaries == "uniform":  # there is nothing to learn
+        policy_weight = target_weight = 0.0
+    if saved:
+        step = saved["step"]
+        optimizer.load_state_dict(saved["optimizer"])
+        scaler.load_state_dict(saved["scaler"])
+        torch.set_rng_state(saved["rng"][rank % len(saved["rng"])])
+    net = torch.compile(model) if compile else model
+    if world > 1:
+        net = DistributedDataParallel(net)
+
+    # log: what a killed run wrote after its last checkpoint is written again
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    log_file = checkpoint.with_name("log.jsonl")
+    if rank == 0:
+        lines = log_file.read_text().splitlines(True) if saved and log_file.exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        log_file.with_suffix(".part").write_text("".join(kept))
+        os.replace(log_file.with_suffix(".part"), log_file)
+
+    def log(record):
+        if rank == 0:
+            with log_file.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def save():
+        rng = [torch.get_rng_state()]
+        if world > 1:
+            rng = [None] * world
+            dist.all_gather_object(rng, torch.get_rng_state())
+        if rank == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
+                     "rng": rng, "step": step, "rows_seen": step * effective_batch_size,
+                     "config": config, "model_config": model_config}
+            torch.save(state, checkpoint.with_suffix(".part"))
+            os.replace(checkpoint.with_suffix(".part"), checkpoint)
+
+    stopping = False
+
+    def stop(*_):
+        nonlocal stopping
+        stopping = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C does not wait
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+
+    say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {kind} {precision}, {n_rows} rows of {seq_len} bytes")
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if kind == "cuda" and name in torch.cuda.get_device_name()), None)
+    last_step, last_time = step, time.perf_counter()
+    total_steps = math.ceil(training_bytes / bytes_per_step)
+    while step < total_steps and not stopping:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate_at(step * bytes_per_step)
+        rows = shuffled(step * effective_batch_size, effective_batch_size, n_rows)[rank::world]
+        terms = torch.zeros(5, device=where)
+        for i in range(accumulation):
+            x, y = inputs_and_targets(fetch(train_shards, rows[i * batch_size : (i + 1) * batch_size]))
+            u = torch.rand(x.shape)  # on the CPU: the same draws on every device, and one state to save
+            x, y, u = x.to(where), y.to(where), u.to(where)
+            last = i == accumulation - 1
+            with nullcontext() if world == 1 or last else net.no_sync():
+                with autocast:
+                    logits, early_logits, l, a = net(x, u=u)
+                L_auto, L_early, L_pi, L_tgt = losses(logits, early_logits, l, a, y, gamma, downsample_rate_target)
+                L = L_auto + policy_weight * L_pi + target_weight * L_tgt + lambda_early * L_early  # eq. 27
+                scaler.scale(L / accumulation).backward()
+            terms += torch.stack((L_auto, L_early, L_pi, L_tgt, a.float().mean())).detach() / accumulation
+        scaler.unscale_(optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+
+        if step % log_interval == 0 or step == total_steps:
+            L_auto, L_early, L_pi, L_tgt, rate = batch_mean(terms[None]).tolist()
+            now = time.perf_counter()
+            speed = (step - last_step) * bytes_per_step / (now - last_time)
+            last_step, last_time = step, now
+            used = speed * flops_per_byte(model, rate) / (world * peak) if peak else None
+            left = (total_steps - step) * bytes_per_step / speed
+            say(f"step {step} {step * bytes_per_step / 1e6:.2f} MB | auto {L_auto:.4f} early {L_early:.4f} pi {L_pi:+.4f} target {L_tgt:+.4f}"
+                f" | {L_auto / math.log(2):.3f} bits/byte rate {rate:.3f} | norm {grad_norm:.2f} | {speed / 1e3:.1f} kB/s"
+                + (f" {used:.0%} MFU" if peak else "") + f" | {left / 60:.0f} min left")
+            log({"step": step, "bytes": step * bytes_per_step, "auto": L_auto, "early": L_early, "pi": L_pi, "target": L_tgt,
+                 "bpb": L_auto / math.log(2), "rate": rate, "grad_norm": grad_norm.item(), "lr": optimizer.param_groups[0]["lr"],
+                 "bytes_per_second": speed, "mfu": used, "seconds_left": left})
+        if world > 1:  # all processes stop at the same step
+            votes = torch.tensor(float(stopping), device=where)
+            dist.all_reduce(votes)
+            stopping = votes.item() > 0
+        if step % eval_interval == 0 or step == total_steps or stopping:
+            if rank == 0 and not stopping:
+                started = time.perf_counter()
+                results, line = evaluate(model, val_shards, autocast)
+                say(f"step {step} validation: {results['val_bpb']:.4f} bits/byte, early exit {results['val_early_bpb']:.4f}, "
+                    f"rate {results['val_rate']:.3f}, p off letters / on letters {results['contrast']:.2f}")
+                say(f"  {render(*line)}")
+                log({"step": step, "bytes": step * bytes_per_step} | results)
+                last_time += time.perf_counter() - started
+            save()
+    if stopping:
+        command = shlex.join(sys.orig_argv[:-len(argv) or None] + [*argv, "--resume=True"])
+        say(f"stopped after step {step}; to go on: {command}")
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
