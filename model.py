@@ -112,11 +112,11 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, x, cos, sin, cache=None, rows=None):
+    def forward(self, x, cos, sin, cache=None, step=None):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)  # (B, N, H, h)
         q, k, v = rotate(q, cos, sin).transpose(1, 2), rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2)
-        if rows is not None:  # one new position of each of these rows
-            y = attend(q, *cache.append(k, v, rows))
+        if step is not None:  # one new position
+            y = attend(q, *cache.append(k, v, *step))
         else:
             y = causal_attention(q, k, v) if self.window is None else window_attention(q, k, v, self.window)
             if cache is not None:
@@ -233,9 +233,9 @@ class Model(nn.Module):
             x = block(x, cos, sin, caches and caches[i], step)
         return x
 
-    def encode(self, x, *cache):
+    def encode(self, x, caches=None):
         """Bytes x (B, N) -> X (B, N, D); eq. 1."""
-        return self.run(self.down, self.embedding(x), torch.arange(x.size(1), device=x.device), *cache)
+        return self.run(self.down, self.embedding(x), torch.arange(x.size(1), device=x.device), caches)
 
     def read(self, X):
         """From X (B, N, D): next-byte logits (B, N, 257), eq. 14, and the policy's terms z (B, N, 1 + w), both float32.
@@ -269,9 +269,12 @@ class Model(nn.Module):
             l = l + F.pad(a, (j, 0))[:, :N] * z[..., j]
         return softcap(l, self.config.policy_softcap) if self.training else l
 
-    def decode(self, Y, *cache):
+    def decode(self, Y, caches=None):
         """Y (B, N, D) -> next-byte logits (B, N, 257) in float32; eq. 6."""
-        Y = self.run(self.up, Y, torch.arange(Y.size(1), device=Y.device), *cache)
+        Y = self.run(self.up, Y, torch.arange(Y.size(1), device=Y.device), caches)
+        return self.logits(Y)
+
+    def logits(self, Y):
         return softcap(self.head(self.norm(Y)).float(), LOGIT_SOFTCAP)
 
     def forward(self, x, a=None, u=None):
@@ -291,6 +294,85 @@ class Model(nn.Module):
         Y = self.run(self.middle, Y, positions)  # Y' (B, M, D); eq. 4. A token's position is its byte's
         Y = X + select(Y, token)  # (B, N, D); eq. 5, 9
         return self.decode(Y), early_logits, l, a
+
+    @torch.no_grad()
+    def generate(self, x, max_new_bytes, temperature=1.0, top_k=None):
+        """Continues the prompts x (B, T), x_0 = <bos>; call it in evaluation mode.
+
+        Yields for every byte after <bos>, the prompt's first: the byte (B,), whether a token ends there (B,) bool, the
+        policy's p (B,), and the byte's negative log-likelihood in nats at temperature 1 (B,). Temperature 0 takes the
+        likeliest byte. Byte layers keep the last `attention_window` keys and values, the middle those of its tokens, so
+        a byte costs the byte layers once, and the middle once where a token ends.
+        """
+        config, (B, T) = self.config, x.shape
+        down, middle, up = ([Cache(block.attention.window) for block in blocks] for blocks in (self.down, self.middle, self.up))
+
+        # the prompt in one parallel pass
+        X = self.encode(x, down)
+        z = self.read(X)[1]
+        a = self.boundaries(z, torch.rand(B, T).to(x.device))
+        p = self.boundary_logits(z, a).sigmoid()
+        positions, token = token_positions(a)
+        tokens = self.run(self.middle, select(X, positions), positions, middle)
+        logits = self.decode(X + select(tokens, token), up)
+        nll = F.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(B, T - 1)
+        for i in range(1, T):
+            yield x[:, i], a[:, i], p[:, i], nll[:, i - 1]
+
+        # what a further byte needs of it: each row's last token, number of tokens and last w decisions
+        logits, count = logits[:, -1], a.sum(1)
+        current = select(tokens, count[:, None] - 1)  # (B, 1, D)
+        history = F.pad(a, (config.policy_window, 0))[:, T:].flip(1).float()  # (B, w): a_{i-1} first
+        for i in range(T, T + max_new_bytes):
+            logp = logits.log_softmax(-1)
+            logits[:, BOS] = -torch.inf  # not a byte
+            if top_k is not None:
+                logits[logits < logits.topk(min(top_k, BOS)).values[:, -1:]] = -torch.inf
+            if temperature == 0:
+                byte = logits.argmax(-1)
+            else:
+                byte = torch.multinomial((logits / temperature).softmax(-1), 1)[:, 0]
+            position, rows = torch.tensor([i], device=x.device), torch.arange(B, device=x.device)
+            step = rows, position.expand(B)
+            X = self.run(self.down, self.embedding(byte[:, None]), position, down, step)  # (B, 1, D)
+            z = self.read(X)[1][:, 0]
+            p = (z[:, 0] + (history * z[:, 1:]).sum(1)).sigmoid()
+            if config.boundaries == "uniform":
+                a = uniform_boundaries(position, config.seq_len, config.downsample_rate_target).expand(B)
+            else:
+                a = torch.rand(B).to(p) < p
+            history = torch.cat((a[:, None], history), 1)[:, : config.policy_window]
+            rows = a.nonzero()[:, 0]
+            if len(rows) > 0:
+                current[rows] = self.run(self.middle, X[rows], position, middle, (rows, count[rows]))
+                count[rows] += 1
+            logits = self.logits(self.run(self.up, X + current, position, up, step))[:, 0]
+            yield byte, a, p, -logp.gather(1, byte[:, None])[:, 0]
+
+
+class Cache:
+    """Keys and values of one attention layer during generation: the last `window` positions, or all if that is None."""
+
+    def __init__(self, window):
+        self.window = window
+
+    def fill(self, k, v):
+        """The prompt's k and v (B, H, N, h)."""
+        if self.window is None:
+            self.k, self.v = k, v
+        else:  # a ring: position i lies in slot i % window
+            last = torch.arange(k.size(2), device=k.device)[-self.window :]
+            self.k, self.v = (z.new_zeros(*z.shape[:2], self.window, z.size(3)) for z in (k, v))
+            self.k[:, :, last % self.window], self.v[:, :, last % self.window] = k[:, :, last], v[:, :, last]
+
+    def append(self, k, v, rows, count):
+        """One more position k, v (R, H, 1, h) of the rows (R,), which held count (R,) of them: all k and v, and a mask."""
+        if self.window is None and count.max() >= self.k.size(2):
+            self.k, self.v = (F.pad(z, (0, 0, 0, z.size(2))) for z in (self.k, self.v))
+        slots = self.k.size(2)
+        self.k[rows, :, count % slots], self.v[rows, :, count % slots] = k[:, :, 0], v[:, :, 0]
+        mask = torch.arange(slots, device=k.device) <= count[:, None]
+        return self.k[rows], self.v[rows], mask[:, None, None]
 
 
 def load_checkpoint(path):

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import prepare
 from model import BOS, Model, ModelConfig, load_checkpoint
-from sample import render
+from sample import as_terminal
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Hyperparameters. The values are the quick run's; config/ holds the paper's.
@@ -241,6 +241,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+SHOWN = 160  # bytes of a validation row that are printed
 LETTERS = torch.tensor([chr(b).isalnum() and b < 128 for b in range(BOS)] + [False])
 
 
@@ -266,7 +267,7 @@ def evaluate(model, shards, autocast):
         letter.append(p[is_letter])
         other.append(p[~is_letter & (x != BOS)])
         if len(bits) == 1:
-            line = [z[0].tolist() for z in (x, a, p)]
+            line = list(zip(*(z[0, 1:SHOWN].tolist() for z in (x, a, p))))
     model.train()
     bits, early_bits, chosen, letter, other = (torch.cat(z).mean().item() for z in (bits, early_bits, chosen, letter, other))
     return {"val_bpb": bits, "val_early_bpb": early_bits, "val_rate": chosen, "contrast": other / letter}, line
@@ -429,7 +430,7 @@ def main(argv):
                 results, line = evaluate(model, val_shards, autocast)
                 say(f"step {step} validation: {results['val_bpb']:.4f} bits/byte, early exit {results['val_early_bpb']:.4f}, "
                     f"rate {results['val_rate']:.3f}, p off letters / on letters {results['contrast']:.2f}")
-                say(f"  {render(*line)}")
+                say("".join(as_terminal(line, sys.stdout.isatty() and "NO_COLOR" not in os.environ)))
                 log({"step": step, "bytes": step * bytes_per_step} | results)
                 last_time += time.perf_counter() - started
             save()
