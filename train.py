@@ -61,6 +61,7 @@ effective_batch_size = 16  # rows in a step, over all processes and accumulation
 batch_size = 16  # rows in one forward pass of one process; eq. 17 and 24 average over these, of all processes
 learning_rate = 3e-3  # reached after warm-up; falls to 0 along a cosine
 warmup_bytes = 400_000  # linear warm-up
+policy_start_bytes = 1_000_000  # until then the policy stays at the target: boundaries are random while tokens become useful
 weight_decay = 0.01  # of matrices; torch's default, as in the paper
 grad_clip = 1.0  # largest gradient norm
 # log
@@ -326,8 +327,11 @@ def main(argv):
     if not saved:
         model = Model(ModelConfig(**model_config))
     model = model.to(where).train()
-    groups = [{"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": weight_decay},
-              {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+    policy = list(model.policy.parameters())
+    matrices = [p for p in model.parameters() if p.dim() == 2 and p is not policy[0]]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0},
+              {"params": policy, "weight_decay": weight_decay}]
     optimizer = torch.optim.AdamW(groups, learning_rate, fused=True)  # betas 0.9, 0.999 as in the paper
     scaler = torch.amp.GradScaler(kind, enabled=precision == "float16")
     torch.manual_seed(seed + rank)  # every process draws its own boundaries
@@ -386,6 +390,8 @@ def main(argv):
     while step < total_steps and not stopping:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step * bytes_per_step)
+        if step * bytes_per_step < policy_start_bytes:
+            group["lr"] = 0.0  # the last group is the policy
         rows = shuffled(step * effective_batch_size, effective_batch_size, n_rows)[rank::world]
         terms = torch.zeros(5, device=where)
         for i in range(accumulation):
