@@ -7,6 +7,7 @@ Trains the byte-level language model of model.py, which learns where its tokens 
     python train.py --resume=True                                     goes on from out_dir/ckpt.pt
 """
 import difflib
+import functools
 import json
 import math
 import os
@@ -208,11 +209,14 @@ def fetch(shards, rows):
     return torch.from_numpy(np.stack([shards[s][r - ends[s]] for s, r in zip(where, rows)]))  # negative: from the end
 
 
+@functools.lru_cache(2)
+def order(seed, epoch, n):
+    return np.random.default_rng([seed, epoch]).permutation(n)
+
+
 def shuffled(first, count, n):
     """Numbers of the rows that the run reads first, first + 1, ...: a new order of all n rows every epoch."""
-    position = np.arange(first, first + count)
-    orders = {e: np.random.default_rng([seed, e]).permutation(n) for e in np.unique(position // n)}
-    return np.array([orders[p // n][p % n] for p in position])
+    return np.array([order(seed, i // n, n)[i % n] for i in range(first, first + count)])
 
 
 def inputs_and_targets(rows):
@@ -222,6 +226,7 @@ def inputs_and_targets(rows):
 
 
 def learning_rate_at(bytes_seen):
+    """Linear warm-up, then a cosine down to 0; by bytes."""
     if bytes_seen < warmup_bytes:
         return learning_rate * bytes_seen / warmup_bytes
     done = (bytes_seen - warmup_bytes) / max(training_bytes - warmup_bytes, 1)
@@ -240,7 +245,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-
+# Evaluation and the loop.
 
 SHOWN = 160  # bytes of a validation row that are printed
 LETTERS = torch.tensor([chr(b).isalnum() and b < 128 for b in range(BOS)] + [False])
@@ -274,6 +279,16 @@ def evaluate(model, shards, autocast):
     return {"val_bpb": bits, "val_early_bpb": early_bits, "val_rate": chosen, "contrast": other / letter}, line
 
 
+def compiler_works(where):
+    """Whether torch.compile runs here: it needs a C++ compiler on the CPU, Triton on a GPU."""
+    try:
+        torch.compile(lambda z: z + 1)(torch.zeros(1, device=where))
+    except Exception as error:  # whatever the missing part raises
+        print(f"torch.compile does not work here ({type(error).__name__}): the model runs uncompiled", file=sys.stderr)
+        return False
+    return True
+
+
 def main(argv):
     chosen, saved = read_command_line(argv), None
     checkpoint = Path(chosen.get("out_dir", DEFAULTS["out_dir"]), "ckpt.pt")
@@ -297,6 +312,8 @@ def main(argv):
     kind = device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if not getattr(torch, kind).is_available():
+        fail(f"device={device!r}, but this machine has none")
     where = torch.device(kind)
     if kind == "cuda":
         where = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
@@ -343,7 +360,7 @@ def main(argv):
         optimizer.load_state_dict(saved["optimizer"])
         scaler.load_state_dict(saved["scaler"])
         torch.set_rng_state(saved["rng"][rank % len(saved["rng"])])
-    net = torch.compile(model) if compile else model
+    net = torch.compile(model) if compile and compiler_works(where) else model
     if world > 1:
         net = DistributedDataParallel(net)
 
@@ -389,7 +406,7 @@ def main(argv):
     total_steps = math.ceil(training_bytes / bytes_per_step)
     while step < total_steps and not stopping:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at(step * bytes_per_step)
+            group["lr"] = learning_rate_at((step + 1) * bytes_per_step)
         if step * bytes_per_step < policy_start_bytes:
             group["lr"] = 0.0  # the last group is the policy
         rows = shuffled(step * effective_batch_size, effective_batch_size, n_rows)[rank::world]
