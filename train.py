@@ -364,12 +364,12 @@ def main(argv):
     if world > 1:
         net = DistributedDataParallel(net)
 
-    # log: what a killed run wrote after its last checkpoint is written again
+    # the log; what a killed run wrote after its last checkpoint is written again
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     log_file = checkpoint.with_name("log.jsonl")
     if rank == 0:
         lines = log_file.read_text().splitlines(True) if saved and log_file.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
         log_file.with_suffix(".part").write_text("".join(kept))
         os.replace(log_file.with_suffix(".part"), log_file)
 
@@ -390,15 +390,14 @@ def main(argv):
             torch.save(state, checkpoint.with_suffix(".part"))
             os.replace(checkpoint.with_suffix(".part"), checkpoint)
 
-    stopping = False
+    stopping = False  # Ctrl-C sets it: the step is finished and saved
 
     def stop(*_):
         nonlocal stopping
         stopping = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C does not wait
 
     signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, stop)  # what torchrun passes on
 
     say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {kind} {precision}, {n_rows} rows of {seq_len} bytes")
     peak = next((flops for name, flops in PEAK_FLOPS.items() if kind == "cuda" and name in torch.cuda.get_device_name()), None)
@@ -447,19 +446,22 @@ def main(argv):
             votes = torch.tensor(float(stopping), device=where)
             dist.all_reduce(votes)
             stopping = votes.item() > 0
-        if step % eval_interval == 0 or step == total_steps or stopping:
-            if rank == 0 and not stopping:
-                started = time.perf_counter()
-                results, line = evaluate(model, val_shards, autocast)
-                say(f"step {step} validation: {results['val_bpb']:.4f} bits/byte, early exit {results['val_early_bpb']:.4f}, "
-                    f"rate {results['val_rate']:.3f}, p off letters / on letters {results['contrast']:.2f}")
-                say("".join(as_terminal(line, sys.stdout.isatty() and "NO_COLOR" not in os.environ)))
-                log({"step": step, "bytes": step * bytes_per_step} | results)
-                last_time += time.perf_counter() - started
+        due = step % eval_interval == 0 or step == total_steps
+        if due and rank == 0:
+            started = time.perf_counter()
+            results, line = evaluate(model, val_shards, autocast)
+            print(f"step {step} validation: {results['val_bpb']:.4f} bits/byte, early exit {results['val_early_bpb']:.4f}, "
+                  f"rate {results['val_rate']:.3f}, p off letters / on letters {results['contrast']:.2f}")
+            print("".join(as_terminal(line, sys.stdout.isatty() and "NO_COLOR" not in os.environ)))
+            log({"step": step, "bytes": step * bytes_per_step} | results)
+            last_time += time.perf_counter() - started
+        if due or stopping:
             save()
-    if stopping:
-        command = shlex.join(sys.orig_argv[:-len(argv) or None] + [*argv, "--resume=True"])
-        say(f"stopped after step {step}; to go on: {command}")
+    if step < total_steps:
+        launcher = "python" if world == 1 else f"torchrun --standalone --nproc_per_node={world}"
+        say(f"stopped after step {step}; to go on: {launcher} {shlex.join([sys.argv[0], *argv, '--resume=True'])}")
+    else:
+        say(f"done: {checkpoint} holds the model; python sample.py --out_dir={shlex.quote(out_dir)} shows what it writes")
     if world > 1:
         dist.destroy_process_group()
 

@@ -25,7 +25,7 @@ def test_control_characters_never_reach_the_terminal():
 
 def test_generated_text_is_marked_and_counted(trained, tmp_path):
     out, _ = run("sample.py", f"--out_dir={trained}", "--start=fox é", "--num_samples=2", "--max_new_bytes=40", f"--html={tmp_path}/a.html")
-    assert out.startswith("fox é".replace(" ", " ")) or sample.MARK in out[:12]
+    assert out.replace(sample.MARK, "").startswith("fox é")
     last = out.splitlines()[-1]
     total, tokens = map(int, re.match(r"(\d+) bytes, (\d+) tokens, ", last).groups())
     assert total == 2 * (len("fox é".encode()) + 40) and out.count(sample.MARK) <= tokens
