@@ -164,7 +164,7 @@ def write_shards(documents, out_dir, state):
     """
     options, dropped = state["options"], state["dropped"]
     seq_len, shard_bytes = options["seq_len"], options["shard_bytes"]
-    limit = options.get("max_bytes", math.inf) // seq_len * seq_len
+    limit = options["max_bytes"] // seq_len * seq_len if "max_bytes" in options else math.inf
     total = before = state["train"]["bytes"] + state["val"]["bytes"]
     started = time.perf_counter()
     parts = {split: open_part(out_dir, split, state) for split in ("train", "val")}

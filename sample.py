@@ -36,11 +36,15 @@ def printable(text):
 def characters(stream):
     """Turns (byte, a, p) into (text, a, p), a character each: a if any of its bytes ends a token, p of its last byte.
     What is not UTF-8 becomes U+FFFD."""
-    decoder, ends = codecs.getincrementaldecoder("utf-8")("replace"), False
-    for byte, a, p in stream:
-        ends = ends or a
-        if text := decoder.decode(bytes([byte])):
-            yield printable(text), ends, p
+    decoder, ends, p = codecs.getincrementaldecoder("utf-8")("replace"), False, 0.0
+    for byte, a, next_p in stream:
+        text = decoder.decode(bytes([byte]))
+        if len(text) > 1:  # this byte showed that those before it were no character
+            yield printable(text[:-1]), ends, p
+            ends = False
+        ends, p = ends or a, next_p
+        if text:
+            yield printable(text[-1]), ends, p
             ends = False
     if text := decoder.decode(b"", final=True):
         yield printable(text), ends, p
@@ -112,8 +116,8 @@ def positive(text):
 
 
 def temperature(text):
-    if not 0 <= float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is negative or infinite")
+    if float(text) != 0 and not 0.001 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is neither 0 nor a number from 0.001 on")
     return float(text)
 
 
@@ -130,7 +134,8 @@ def main(argv=None):
     add("--score", metavar="FILE", help="show the boundaries of this text instead of generating")
     add("--html", metavar="FILE", help="write a page as well")
     add("--seed", type=int, default=1337)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu",
+        help="(%(default)s)")
     options = parser.parse_args(argv)
 
     try:
@@ -138,8 +143,8 @@ def main(argv=None):
         texts = [Path(options.score).read_bytes()] if options.score else [os.fsencode(options.start)] * options.num_samples
         if options.html:
             open(options.html, "a").close()  # before the work, not after it
-    except (OSError, ValueError, RuntimeError) as error:
-        fail(error)
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # the last two: no such device
+        fail(str(error).splitlines()[0])
     if options.score and not texts[0]:
         fail(f"--score={options.score} is an empty file")
     torch.manual_seed(options.seed)
@@ -169,4 +174,10 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    sys.stdout.reconfigure(errors="replace")
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -40,30 +40,30 @@ resume = False  # go on from out_dir/ckpt.pt, with the hyperparameters it was tr
 # model
 seq_len = 256  # bytes in a row; divides the shards' row length
 embedding_dim = 128  # D, of bytes and tokens alike
-num_heads = 4  # attention heads, of all layers
+num_heads = 2  # attention heads, of all layers
 n_down_layers = 2  # byte layers that read
 n_mid_layers = 4  # token layers
-n_up_layers = 2  # byte layers that predict
-attention_window = 64  # bytes that a byte layer sees
+n_up_layers = 1  # byte layers that predict
+attention_window = 8  # bytes that a byte layer sees
 # boundaries
 boundaries = "learned"  # "learned", or "uniform": evenly spaced, to compare with
 downsample_rate_target = 1 / 5  # tokens per byte
 policy_window = 1  # w, eq. 21: earlier decisions that a decision sees
-policy_scale = 2.0  # S, eq. 22: the smaller, the faster the policy learns
+policy_scale = 1.0  # S, eq. 22: the smaller, the faster the policy learns
 policy_softcap = 5.0  # eq. 23: the decision's logit stays within +- this in training
 # loss
 gamma = 0.99  # discount of later rewards, eq. 16
-lambda_pi = 1e-2  # weight of the policy's loss, eq. 27
+lambda_pi = 1e-3  # weight of the policy's loss, eq. 27
 lambda_target = 1e-2  # weight of the boundary rate's loss
 lambda_early = 1e-1  # weight of the early head's loss
 # optimizer: AdamW
-training_bytes = 12_000_000  # length of the run
+training_bytes = 6_000_000  # length of the run
 effective_batch_size = 16  # rows in a step, over all processes and accumulation
 batch_size = 16  # rows in one forward pass of one process; eq. 17 and 24 average over these, of all processes
 learning_rate = 3e-3  # reached after warm-up; falls to 0 along a cosine
-warmup_bytes = 400_000  # linear warm-up
-policy_start_bytes = 1_000_000  # until then the policy stays at the target: boundaries are random while tokens become useful
-weight_decay = 0.01  # of matrices; torch's default, as in the paper
+warmup_bytes = 200_000  # linear warm-up
+policy_start_bytes = 500_000  # until then the policy stays at the target: boundaries are random while tokens become useful
+weight_decay = 0.01  # of matrices; torch's default
 grad_clip = 1.0  # largest gradient norm
 # log
 log_interval = 20  # steps between lines
@@ -75,7 +75,7 @@ dtype = "auto"  # "auto", "float32", "bfloat16" or "float16" (then with a GradSc
 compile = True  # torch.compile the model
 seed = 1337  # of weights, order of rows and draws
 
-DEFAULTS = {k: v for k, v in globals().items() if not k.startswith("_") and type(v) in (int, float, bool, str)}
+DEFAULTS = {k: v for k, v in globals().items() if k.islower() and type(v) in (int, float, bool, str) and not k.startswith("_")}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -113,8 +113,7 @@ def policy_loss(l, a, A):
 
 def target_loss(l, target):
     """L_tgt, eq. 24: pushes all logits alike, down when the mean probability is above the target, else up."""
-    excess = batch_mean(l.sigmoid().mean(1)) - target
-    return l.mean() * excess.detach()
+    return l.mean() * (batch_mean(l.detach().sigmoid().mean(1)) - target)
 
 
 def losses(logits, early_logits, l, a, y, gamma, target):
@@ -149,19 +148,22 @@ def parse(key, value):
         if kind is str or kind is int and number.denominator != 1:
             raise ValueError
         return kind(number)
-    except (ValueError, KeyError, ZeroDivisionError):
+    except (ValueError, KeyError, ZeroDivisionError, OverflowError):
         fail(f"{key}={value!r} is no {kind.__name__}; the default is {DEFAULTS[key]!r}")
 
 
 def read_command_line(argv):
     """The hyperparameters that configuration files and flags set, the later over the earlier."""
     chosen = {}
+    if "--help" in argv:
+        print(__doc__ + "\nThe hyperparameters, with a line of meaning each, are at the top of train.py.")
+        sys.exit()
     for argument in argv:
         if not argument.startswith("--"):
             try:
                 values = {}
                 exec(Path(argument).read_text(), {}, values)
-            except (OSError, SyntaxError, UnicodeDecodeError, NameError) as error:
+            except Exception as error:  # it is a program
                 fail(f"cannot read the configuration file '{argument}': {error}")
             chosen |= {k: parse(k, v) for k, v in values.items() if not k.startswith("_")}
         elif "=" in argument:
@@ -175,12 +177,19 @@ def read_command_line(argv):
 def check():
     """One line for a combination of hyperparameters that cannot run."""
     world = int(os.environ.get("WORLD_SIZE", 1))
+    for key in ("seq_len", "embedding_dim", "num_heads", "attention_window", "policy_scale", "policy_softcap", "training_bytes",
+                "effective_batch_size", "batch_size", "learning_rate", "grad_clip", "log_interval", "eval_interval", "eval_rows"):
+        if globals()[key] <= 0:
+            fail(f"{key}={globals()[key]} is not positive")
+    for key in ("n_down_layers", "n_mid_layers", "n_up_layers", "warmup_bytes", "policy_start_bytes", "weight_decay", "seed"):
+        if globals()[key] < 0:
+            fail(f"{key}={globals()[key]} is negative")
     if embedding_dim % (2 * num_heads):
         fail(f"embedding_dim={embedding_dim} is no multiple of 2 * num_heads={2 * num_heads}")
     if effective_batch_size % (batch_size * world):
         fail(f"effective_batch_size={effective_batch_size} is no multiple of batch_size={batch_size} times {world} processes")
-    if not 0 < downsample_rate_target < 1:
-        fail(f"downsample_rate_target={downsample_rate_target} is not between 0 and 1")
+    if not 0.5 < downsample_rate_target * seq_len < seq_len:
+        fail(f"downsample_rate_target={downsample_rate_target} is not between 0 and 1, or gives a row of {seq_len} bytes no token")
     if not 0 <= gamma <= 1:
         fail(f"gamma={gamma} is not within 0 and 1")
     if not 0 <= policy_window <= 12:
@@ -312,8 +321,8 @@ def main(argv):
     kind = device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if not getattr(torch, kind).is_available():
-        fail(f"device={device!r}, but this machine has none")
+    if kind != "cpu" and not {"cuda": torch.cuda, "mps": torch.backends.mps}[kind].is_available():
+        fail(f"device={device!r}, but torch finds none on this machine")
     where = torch.device(kind)
     if kind == "cuda":
         where = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
@@ -336,7 +345,6 @@ def main(argv):
         dist.barrier()
     train_shards, val_shards = open_rows("train"), open_rows("val")
     n_rows = sum(len(shard) for shard in train_shards)
-    bytes_per_step = effective_batch_size * seq_len
     accumulation = effective_batch_size // (batch_size * world)
 
     # model and optimizer
@@ -344,23 +352,26 @@ def main(argv):
     if not saved:
         model = Model(ModelConfig(**model_config))
     model = model.to(where).train()
-    policy = list(model.policy.parameters())
-    matrices = [p for p in model.parameters() if p.dim() == 2 and p is not policy[0]]
+    policy = model.policy.weight
+    matrices = [p for p in model.parameters() if p.dim() == 2 and p is not policy]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0},
-              {"params": policy, "weight_decay": weight_decay}]
+              {"params": [policy], "weight_decay": weight_decay}]
     optimizer = torch.optim.AdamW(groups, learning_rate, fused=True)  # betas 0.9, 0.999 as in the paper
     scaler = torch.amp.GradScaler(kind, enabled=precision == "float16")
     torch.manual_seed(seed + rank)  # every process draws its own boundaries
-    step, policy_weight, target_weight = 0, lambda_pi, lambda_target
-    if boundaries == "uniform":  # there is nothing to learn
-        policy_weight = target_weight = 0.0
+    step, rows_seen = 0, 0
     if saved:
-        step = saved["step"]
-        optimizer.load_state_dict(saved["optimizer"])
-        scaler.load_state_dict(saved["scaler"])
-        torch.set_rng_state(saved["rng"][rank % len(saved["rng"])])
-    net = torch.compile(model) if compile and compiler_works(where) else model
+        step, rows_seen = saved["step"], saved["rows_seen"]
+        optimizer.load_state_dict(saved["optimizer"] | {"param_groups": optimizer.state_dict()["param_groups"]})  # flags count
+        if saved["scaler"]:
+            scaler.load_state_dict(saved["scaler"])
+        if len(saved["rng"]) == world:
+            torch.set_rng_state(saved["rng"][rank])
+        else:
+            torch.manual_seed(seed + rank + step)
+    policy_weight, target_weight = (lambda_pi, lambda_target) if boundaries == "learned" else (0.0, 0.0)
+    net = torch.compile(model) if compile and kind != "mps" and compiler_works(where) else model
     if world > 1:
         net = DistributedDataParallel(net)
 
@@ -385,30 +396,31 @@ def main(argv):
             dist.all_gather_object(rng, torch.get_rng_state())
         if rank == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
-                     "rng": rng, "step": step, "rows_seen": step * effective_batch_size,
-                     "config": config, "model_config": model_config}
+                     "rng": rng, "step": step, "rows_seen": rows_seen, "config": config,
+                     "model_config": model_config}
             torch.save(state, checkpoint.with_suffix(".part"))
             os.replace(checkpoint.with_suffix(".part"), checkpoint)
 
-    stopping = False  # Ctrl-C sets it: the step is finished and saved
-
-    def stop(*_):
-        nonlocal stopping
-        stopping = True
-
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)  # what torchrun passes on
+    asked = []  # Ctrl-C fills it: the step is finished and saved
+    signal.signal(signal.SIGINT, lambda *_: asked.append(True))
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(True))  # what torchrun passes on
 
     say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {kind} {precision}, {n_rows} rows of {seq_len} bytes")
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if kind == "cuda" and name in torch.cuda.get_device_name()), None)
-    last_step, last_time = step, time.perf_counter()
-    total_steps = math.ceil(training_bytes / bytes_per_step)
-    while step < total_steps and not stopping:
+    peak = None
+    if kind == "cuda" and precision != "float32":
+        peak = next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)
+    last_bytes, last_time = rows_seen * seq_len, time.perf_counter()
+    finished, stopping = rows_seen * seq_len >= training_bytes, False
+    while not finished and not stopping:
+        rows = shuffled(rows_seen, effective_batch_size, n_rows)[rank::world]
+        held = rows_seen * seq_len < policy_start_bytes
+        step, rows_seen = step + 1, rows_seen + effective_batch_size
+        bytes_seen = rows_seen * seq_len
+        finished = bytes_seen >= training_bytes
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at((step + 1) * bytes_per_step)
-        if step * bytes_per_step < policy_start_bytes:
-            group["lr"] = 0.0  # the last group is the policy
-        rows = shuffled(step * effective_batch_size, effective_batch_size, n_rows)[rank::world]
+            group["lr"] = learning_rate_at(bytes_seen)
+        if held:
+            optimizer.param_groups[-1]["lr"] = 0.0
         terms = torch.zeros(5, device=where)
         for i in range(accumulation):
             x, y = inputs_and_targets(fetch(train_shards, rows[i * batch_size : (i + 1) * batch_size]))
@@ -427,37 +439,37 @@ def main(argv):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        step += 1
 
-        if step % log_interval == 0 or step == total_steps:
+        if step % log_interval == 0 or finished:
             L_auto, L_early, L_pi, L_tgt, rate = batch_mean(terms[None]).tolist()
             now = time.perf_counter()
-            speed = (step - last_step) * bytes_per_step / (now - last_time)
-            last_step, last_time = step, now
+            speed = (bytes_seen - last_bytes) / (now - last_time)
+            last_bytes, last_time = bytes_seen, now
             used = speed * flops_per_byte(model, rate) / (world * peak) if peak else None
-            left = (total_steps - step) * bytes_per_step / speed
-            say(f"step {step} {step * bytes_per_step / 1e6:.2f} MB | auto {L_auto:.4f} early {L_early:.4f} pi {L_pi:+.4f} target {L_tgt:+.4f}"
+            left = max(training_bytes - bytes_seen, 0) / speed
+            say(f"step {step} {bytes_seen / 1e6:.2f} MB | auto {L_auto:.4f} early {L_early:.4f} pi {L_pi:+.4f} target {L_tgt:+.4f}"
                 f" | {L_auto / math.log(2):.3f} bits/byte rate {rate:.3f} | norm {grad_norm:.2f} | {speed / 1e3:.1f} kB/s"
                 + (f" {used:.0%} MFU" if peak else "") + f" | {left / 60:.0f} min left")
-            log({"step": step, "bytes": step * bytes_per_step, "auto": L_auto, "early": L_early, "pi": L_pi, "target": L_tgt,
+            log({"step": step, "bytes": bytes_seen, "auto": L_auto, "early": L_early, "pi": L_pi, "target": L_tgt,
                  "bpb": L_auto / math.log(2), "rate": rate, "grad_norm": grad_norm.item(), "lr": optimizer.param_groups[0]["lr"],
                  "bytes_per_second": speed, "mfu": used, "seconds_left": left})
+        stopping = bool(asked)
         if world > 1:  # all processes stop at the same step
             votes = torch.tensor(float(stopping), device=where)
             dist.all_reduce(votes)
             stopping = votes.item() > 0
-        due = step % eval_interval == 0 or step == total_steps
+        due = step % eval_interval == 0 or finished
         if due and rank == 0:
             started = time.perf_counter()
             results, line = evaluate(model, val_shards, autocast)
             print(f"step {step} validation: {results['val_bpb']:.4f} bits/byte, early exit {results['val_early_bpb']:.4f}, "
                   f"rate {results['val_rate']:.3f}, p off letters / on letters {results['contrast']:.2f}")
             print("".join(as_terminal(line, sys.stdout.isatty() and "NO_COLOR" not in os.environ)))
-            log({"step": step, "bytes": step * bytes_per_step} | results)
+            log({"step": step, "bytes": bytes_seen} | results)
             last_time += time.perf_counter() - started
         if due or stopping:
             save()
-    if step < total_steps:
+    if not finished:
         launcher = "python" if world == 1 else f"torchrun --standalone --nproc_per_node={world}"
         say(f"stopped after step {step}; to go on: {launcher} {shlex.join([sys.argv[0], *argv, '--resume=True'])}")
     else:
@@ -467,4 +479,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")
     main(sys.argv[1:])

@@ -1,6 +1,7 @@
 # The paper's 20-40M models on text (Table 2, right): n token layers and one token in n bytes, at about equal FLOPs.
-# This is n = 4; for the others add --n_mid_layers=2 --downsample_rate_target=1/2, or 6 and 1/6. Data:
-#   python prepare.py --dataset=fineweb --max_bytes=6.1e9
+# This is n = 4; for the others add
+#   --n_mid_layers=2 --downsample_rate_target=1/2 --out_dir=out-aspect-ratio-2   (or 6, 1/6 and another out_dir). Data:
+#   python prepare.py --dataset=fineweb --max_bytes=6.2e9
 #   torchrun --standalone --nproc_per_node=4 train.py config/aspect_ratio.py
 data = "data/fineweb"
 out_dir = "out-aspect-ratio"
@@ -14,6 +15,9 @@ attention_window = 64
 downsample_rate_target = 1 / 4
 policy_window = 8
 policy_scale = 16.0
+policy_softcap = 5.0  # ours: the paper does not give it, nor the next two
+weight_decay = 0.01
+grad_clip = 1.0
 policy_start_bytes = 0
 gamma = 0.99
 lambda_pi = 1e-2

@@ -1,5 +1,5 @@
 # The paper's 147M model on text (Table 2, left). Data:
-#   python prepare.py --dataset=fineweb --max_bytes=6.1e9
+#   python prepare.py --dataset=fineweb --max_bytes=6.2e9
 #   torchrun --standalone --nproc_per_node=8 train.py config/fineweb_147m.py
 data = "data/fineweb"
 out_dir = "out-fineweb-147m"
@@ -13,6 +13,9 @@ attention_window = 64
 downsample_rate_target = 1 / 5
 policy_window = 8
 policy_scale = 16.0
+policy_softcap = 5.0  # ours: the paper does not give it, nor the next two
+weight_decay = 0.01
+grad_clip = 1.0
 policy_start_bytes = 0
 gamma = 0.99
 lambda_pi = 1e-2

@@ -16,11 +16,18 @@ def test_a_character_of_several_bytes_is_shown_once_with_its_last_bytes_p():
 
 
 def test_bytes_that_are_not_utf8_are_shown_as_such():
-    assert "".join(text for text, *_ in shown(b"a\xff\xc3b\xe2\x82")) == "a\ufffd\ufffdb\ufffd"
+    assert shown(b"a\xc3b\xff\xe2\x82", {1, 5}) == [
+        ("a", False, 0), ("\ufffd", True, 0.01), ("b", False, 0.02), ("\ufffd", False, 0.03), ("\ufffd", True, 0.05)]
 
 
 def test_control_characters_never_reach_the_terminal():
     assert "".join(text for text, *_ in shown(b"\x1b[2J\x7f\t\n")) == "␛[2J\ufffd␉\n"
+
+
+def test_colour_goes_from_blue_to_yellow_with_p():
+    steps = [(ord("a"), True, 0.0), (ord("b"), False, 1.0)]
+    assert "".join(sample.as_terminal(steps, True)) == "\x1b[38;5;33ma\x1b[0m│\x1b[38;5;226mb\x1b[0m"
+    assert "".join(sample.as_terminal(steps, False)) == "a│b"
 
 
 def test_generated_text_is_marked_and_counted(trained, tmp_path):
@@ -54,6 +61,7 @@ def test_a_scored_file_is_shown_unchanged_but_for_the_marks(trained, tmp_path):
     (["--out_dir={trained}", "--score={tmp}/empty"], "is an empty file"),
     (["--out_dir={trained}", "--html=no/such/page.html"], "no/such/page.html"),
     (["--temperature=-1"], "-1"),
+    (["--out_dir={trained}", "--device=nonsense"], "nonsense"),
     (["--max_new_bytes=0"], "0"),
     (["--wrong=1"], "--wrong"),
 ])

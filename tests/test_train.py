@@ -1,9 +1,8 @@
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
+from dataclasses import fields
 
 import pytest
 import torch
@@ -12,7 +11,15 @@ import torch.multiprocessing as mp
 
 import train
 from conftest import ROOT, TINY, run
+from model import Model, ModelConfig
 from test_model import small_model, some_bytes
+
+
+@pytest.fixture(autouse=True)
+def defaults():
+    """Hyperparameters are globals of train.py; a test that sets some leaves none behind."""
+    yield
+    vars(train).update(train.DEFAULTS)
 
 
 def gradients(rows):
@@ -43,12 +50,38 @@ def test_two_processes_give_the_gradient_of_one_with_twice_the_batch(tmp_path):
         torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-4)
 
 
-def test_torchrun_trains_on_disjoint_rows_and_resumes(data, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py", *TINY,
-               "--batch_size=1", f"--data={data}", f"--out_dir={tmp_path}"]
-    subprocess.run([*command, "--training_bytes=512"], check=True, cwd=ROOT)
-    subprocess.run([*command, "--training_bytes=1024", "--resume=True"], check=True, cwd=ROOT)
-    assert [r["step"] for r in log_of(tmp_path) if "auto" in r] == list(range(1, 9))
+def test_torchrun_with_accumulation_takes_the_steps_of_one_process(data, tmp_path):
+    """Two processes and two passes each, against one process that reads the four rows at once."""
+    flags = [*TINY, f"--data={data}", "--boundaries=uniform", f"--training_bytes={5 * 4 * 32}"]
+    run("train.py", *flags, f"--out_dir={tmp_path}/one")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
+    for more in ["--training_bytes=384"], ["--resume=True"]:
+        subprocess.run([*torchrun, *flags, "--batch_size=1", f"--out_dir={tmp_path}/two", *more], check=True, cwd=ROOT)
+    one, two = (torch.load(tmp_path / name / "ckpt.pt") for name in ("one", "two"))
+    assert one["step"] == two["step"] == 5 and len(two["rng"]) == 2
+    for key in one["model"]:
+        torch.testing.assert_close(one["model"][key], two["model"][key], atol=1e-4, rtol=1e-3)
+    assert [r["step"] for r in log_of(tmp_path / "two") if "auto" in r] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_it_trains_in_16_bits(dtype, data, trained, tmp_path):
+    run("train.py", *TINY, f"--data={data}", f"--out_dir={tmp_path}", f"--training_bytes={12 * 4 * 32}", f"--dtype={dtype}")
+    assert log_of(tmp_path)[-1]["val_bpb"] == pytest.approx(log_of(trained)[-1]["val_bpb"], abs=0.1)
+
+
+def test_a_compiled_step_is_compiled_once_though_the_number_of_tokens_varies():
+    from torch._dynamo.testing import CompileCounterWithBackend
+    model, counter = small_model().train(), CompileCounterWithBackend("aot_eager")
+    net, compiled = torch.compile(model, backend=counter), []
+    for i, rate in enumerate([0.3, 0.1, 0.9, 0.5, 1.0, 0.0, 0.7]):
+        a = torch.rand(2, 64, generator=torch.Generator().manual_seed(i)) < rate
+        a[:, 0] = True
+        outputs, expected = net(some_bytes(2, 64), a), model(some_bytes(2, 64), a)
+        outputs[0].sum().backward()
+        torch.testing.assert_close(outputs[0], expected[0], atol=1e-4, rtol=1e-4)
+        compiled.append(counter.frame_count)
+    assert compiled[0] == compiled[-1] > 0
 
 
 def log_of(out):
@@ -93,9 +126,21 @@ def test_flags_override_the_file_and_the_file_the_defaults(tmp_path):
     assert chosen == {"gamma": 0.25, "warmup_bytes": 5, "downsample_rate_target": 0.25, "training_bytes": 6_000_000_000, "policy_scale": 0.5}
 
 
-@pytest.mark.parametrize("name", ["fineweb_147m", "codeparrot_90m", "aspect_ratio"])
-def test_the_papers_configurations_are_read(name):
-    assert train.read_command_line([str(ROOT / "config" / f"{name}.py")])["seq_len"] == 4096
+@pytest.mark.parametrize("name, flags, count, values", [  # Table 2
+    ("fineweb_147m", [], 146_938_368, (1.5e-3, 128, 4.5e8, 6e9, 1 / 5)),
+    ("codeparrot_90m", [], 90_296_832, (2e-3, 128, 2.5e8, 3.4e9, 1 / 5)),
+    ("aspect_ratio", ["--n_mid_layers=2", "--downsample_rate_target=1/2"], 23_489_536, (3e-3, 64, 1.1e8, 1.5e9, 1 / 2)),
+    ("aspect_ratio", [], 31_882_240, (3e-3, 64, 1.1e8, 1.5e9, 1 / 4)),
+    ("aspect_ratio", ["--n_mid_layers=6", "--downsample_rate_target=1/6"], 40_274_944, (3e-3, 64, 1.1e8, 1.5e9, 1 / 6)),
+])
+def test_the_papers_configurations_have_the_papers_sizes_and_values(name, flags, count, values):
+    c = train.DEFAULTS | train.read_command_line([str(ROOT / "config" / f"{name}.py"), *flags])
+    with torch.device("meta"):
+        model = Model(ModelConfig(**{field.name: c[field.name] for field in fields(ModelConfig)}))
+    assert sum(p.numel() for p in model.parameters()) == count
+    assert (c["learning_rate"], c["effective_batch_size"], c["warmup_bytes"], c["training_bytes"], c["downsample_rate_target"]) == values
+    assert (c["seq_len"], c["attention_window"], c["policy_window"], c["policy_scale"], c["policy_start_bytes"]) == (4096, 64, 8, 16, 0)
+    assert (c["gamma"], c["lambda_pi"], c["lambda_target"], c["lambda_early"]) == (0.99, 1e-2, 1e-2, 1e-1)
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -107,8 +152,12 @@ def test_the_papers_configurations_are_read(name):
     (["no/such/config.py"], "cannot read the configuration file 'no/such/config.py'"),
     (["LICENSE"], "cannot read the configuration file 'LICENSE'"),
     (["--gamma=1.5"], "gamma=1.5"),
-    (["--num_heads=3"], "embedding_dim=128"),
-    (["--effective_batch_size=24"], "effective_batch_size=24"),
+    (["--embedding_dim=128", "--num_heads=3"], "embedding_dim=128"),
+    (["--batch_size=16", "--effective_batch_size=24"], "effective_batch_size=24"),
+    (["--batch_size=0"], "batch_size=0 is not positive"),
+    (["--learning_rate=1e400"], "learning_rate='1e400'"),
+    (["--seed=-1"], "seed=-1 is negative"),
+    (["--BOS=1"], "unknown hyperparameter 'BOS'"),
     (["--boundaries=bpe"], "boundaries='bpe' is none of learned, uniform"),
     (["--data=no/such/data"], "no/such/data"),
     (["--seq_len=5000"], "seq_len=5000 does not divide"),
