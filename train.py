@@ -336,6 +336,9 @@ def main(argv):
             precision = "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
     autocast = torch.autocast(kind, getattr(torch, precision), enabled=precision != "float32")
     torch.set_float32_matmul_precision("high")
+    if kind == "cpu":  # a resumed run repeats to the last bit: compiled gathers add their gradients in a fixed order
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     say = print if rank == 0 else lambda *_, **__: None
 
     # data
