@@ -230,6 +230,7 @@ class Model(nn.Module):
         nn.init.zeros_(self.policy.weight)  # p starts at the target everywhere
 
     def run(self, blocks, x, positions, caches=None, step=None):
+        """x (B, N, D) through the blocks; positions (N,) or (B, N) in bytes. Caches and step: see `generate`."""
         cos, sin = rope(positions, self.head_dim)
         for i, block in enumerate(blocks):
             x = block(x, cos, sin, caches and caches[i], step)
@@ -245,11 +246,11 @@ class Model(nn.Module):
         z_ij is what a_{i-j} = 1 adds to the decision's logit at i, and z_i0 what is always there (eq. 21-22).
         """
         X = self.early_norm(X)
-        early_logits = softcap(self.early_head(X).float(), LOGIT_SOFTCAP)
+        early_logits = softcap(self.early_head(X).float(), LOGIT_SOFTCAP)  # eq. 14
         target = self.config.downsample_rate_target
         with torch.autocast(X.device.type, enabled=False):
-            z = self.policy(X.float()) / self.config.policy_scale
-            z[..., 0] += math.log(target / (1 - target))
+            z = self.policy(X.float()) / self.config.policy_scale  # W_j X_i of eq. 21, scaled by eq. 22
+            z[..., 0] += math.log(target / (1 - target))  # eq. 22
         return early_logits, z
 
     def boundaries(self, z, u):
@@ -268,8 +269,8 @@ class Model(nn.Module):
         """l (B, N) of the decisions a (B, N), each given those before it; eq. 21-23, all positions at once."""
         l, N = z[..., 0], a.size(1)
         for j in range(1, z.size(-1)):
-            l = l + F.pad(a, (j, 0))[:, :N] * z[..., j]
-        return softcap(l, self.config.policy_softcap) if self.training else l
+            l = l + F.pad(a, (j, 0))[:, :N] * z[..., j]  # a_{i-j} W_j X_i, eq. 21
+        return softcap(l, self.config.policy_softcap) if self.training else l  # eq. 23
 
     def decode(self, Y, caches=None):
         """Y (B, N, D) -> next-byte logits (B, N, 257) in float32; eq. 6."""
@@ -277,6 +278,7 @@ class Model(nn.Module):
         return self.logits(Y)
 
     def logits(self, Y):
+        """The output head: Y (B, N, D) after the last block -> logits (B, N, 257)."""
         return softcap(self.head(self.norm(Y)).float(), LOGIT_SOFTCAP)
 
     def forward(self, x, a=None, u=None):
@@ -292,9 +294,9 @@ class Model(nn.Module):
                 a = self.boundaries(z, torch.rand(x.shape, device=x.device) if u is None else u)  # eq. 2
         l = self.boundary_logits(z, a)
         positions, token = token_positions(a)
-        Y = select(X, positions)  # X' (B, M, D); eq. 3, 7-8
-        Y = self.run(self.middle, Y, positions)  # Y' (B, M, D); eq. 4. A token's position is its byte's
-        Y = X + select(Y, token)  # (B, N, D); eq. 5, 9
+        tokens = select(X, positions)  # X' (B, M, D); eq. 3, 7-8
+        tokens = self.run(self.middle, tokens, positions)  # Y' (B, M, D); eq. 4. RoPE turns a token by its byte's position
+        Y = X + select(tokens, token)  # (B, N, D); eq. 5, 9
         return self.decode(Y), early_logits, l, a
 
     @torch.no_grad()
