@@ -67,7 +67,7 @@ def as_html(streams):
             low, high, t = (*CIVIDIS[:2], 2 * p) if p < 0.5 else (*CIVIDIS[1:], 2 * p - 1)
             background = ",".join(str(round(x + (y - x) * t)) for x, y in zip(low, high))
             spans.append(f'<span style="background:rgb({background});color:{"white" if p < 0.5 else "black"}" title="p = {p:.2f}"'
-                         f'{" class=end" if ends else ""}>{html.escape(text)}</span>')
+                         f'{" class=end" if ends else ""}>{html.escape(text).replace(chr(10), "⏎" + chr(10))}</span>')
         blocks.append(f"<pre>{''.join(spans)}</pre>")
     gradient = ",".join(f"rgb{colour}" for colour in CIVIDIS)
     return f"""<!doctype html>

@@ -334,6 +334,8 @@ def main(argv):
         precision = "float32"
         if kind == "cuda":
             precision = "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
+    if kind == "mps" and precision == "float16" and torch.__version__ < "2.8":
+        fail(f"dtype='float16' on an Apple GPU needs torch 2.8, for its GradScaler; this is {torch.__version__}; take bfloat16")
     autocast = torch.autocast(kind, getattr(torch, precision), enabled=precision != "float32")
     torch.set_float32_matmul_precision("high")
     if kind == "cpu":  # a resumed run repeats to the last bit: compiled gathers add their gradients in a fixed order
