@@ -49,20 +49,20 @@ attention_window = 8  # bytes that a byte layer sees
 boundaries = "learned"  # "learned", or "uniform": evenly spaced, to compare with
 downsample_rate_target = 1 / 5  # tokens per byte
 policy_window = 1  # w, eq. 21: earlier decisions that a decision sees
-policy_scale = 1.0  # S, eq. 22: the smaller, the faster the policy learns
+policy_scale = 1.5  # S, eq. 22: the smaller, the faster the policy learns
 policy_softcap = 5.0  # eq. 23: the decision's logit stays within +- this in training
 # loss
-gamma = 0.99  # discount of later rewards, eq. 16
+gamma = 0.97  # discount of later rewards, eq. 16
 lambda_pi = 1e-3  # weight of the policy's loss, eq. 27
 lambda_target = 1e-2  # weight of the boundary rate's loss
 lambda_early = 1e-1  # weight of the early head's loss
 # optimizer: AdamW
-training_bytes = 6_000_000  # length of the run
+training_bytes = 8_000_000  # length of the run
 effective_batch_size = 16  # rows in a step, over all processes and accumulation
 batch_size = 16  # rows in one forward pass of one process; eq. 17 and 24 average over these, of all processes
 learning_rate = 3e-3  # reached after warm-up; falls to 0 along a cosine
 warmup_bytes = 200_000  # linear warm-up
-policy_start_bytes = 500_000  # until then the policy stays at the target: boundaries are random while tokens become useful
+policy_start_bytes = 1_000_000  # until then the policy stays at the target: boundaries are random while tokens become useful
 weight_decay = 0.01  # of matrices; torch's default
 grad_clip = 1.0  # largest gradient norm
 # log
