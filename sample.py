@@ -11,7 +11,6 @@ character: blue low, yellow high.
 import argparse
 import codecs
 import html
-import itertools
 import math
 import os
 import sys

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 import train
-from model import Model, ModelConfig
 from test_model import small_model, some_bytes
 
 

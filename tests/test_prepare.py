@@ -2,7 +2,6 @@
 import glob
 import hashlib
 import json
-import os
 import random
 import resource
 import signal
