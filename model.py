@@ -22,7 +22,7 @@ BOS = 256  # the one symbol that is not a byte
 VOCAB_SIZE = 257
 ATTENTION_SOFTCAP, LOGIT_SOFTCAP = 50.0, 30.0  # as in Gemma 2
 ROPE_BASE = 10000.0
-TOKEN_MULTIPLE = 16  # M is rounded up to a multiple of this, so that the middle sees few different shapes
+TOKEN_MULTIPLE = 8  # M is rounded up to a multiple of this, so that the middle sees few different shapes
 
 
 @dataclass
@@ -93,7 +93,7 @@ def window_attention(q, k, v, window):
     The row is cut into chunks of half a window; a chunk's queries need the keys of their own chunk and of the two
     chunks before it, so every product is a batch of small dense ones and the work wasted on masked pairs is a third.
     """
-    N, C = q.size(2), max(window // 2, 1)
+    N, C = q.size(2), max(window // 2, 8)  # products smaller than 8 by 16 are slow
     n, back = math.ceil(N / C), math.ceil((window - 1) / C)  # chunks, and how many before its own one reads
     q = F.pad(q, (0, 0, 0, n * C - N)).unflatten(2, (n, C))  # (B, H, n, C, h)
     k, v = (F.pad(z, (0, 0, back * C, n * C - N)).unflatten(2, (back + n, C)) for z in (k, v))
@@ -371,12 +371,13 @@ class Cache:
 
     def append(self, k, v, rows, count):
         """One more position k, v (R, H, 1, h) of the rows (R,), which held count (R,) of them: all k and v, and a mask."""
-        if self.window is None and count.max() >= self.k.size(2):
+        used = self.window or int(count.max()) + 1
+        if used > self.k.size(2):
             self.k, self.v = (F.pad(z, (0, 0, 0, z.size(2))) for z in (self.k, self.v))
-        slots = self.k.size(2)
-        self.k[rows, :, count % slots], self.v[rows, :, count % slots] = k[:, :, 0], v[:, :, 0]
-        mask = torch.arange(slots, device=k.device) <= count[:, None]
-        return self.k[rows], self.v[rows], mask[:, None, None]
+        slot = count % self.window if self.window else count
+        self.k[rows, :, slot], self.v[rows, :, slot] = k[:, :, 0], v[:, :, 0]
+        mask = torch.arange(used, device=k.device) <= count[:, None]
+        return self.k[rows, :, :used], self.v[rows, :, :used], mask[:, None, None]
 
 
 def load_checkpoint(path):

@@ -200,6 +200,23 @@ def check():
             fail(f"{key}={globals()[key]!r} is none of {', '.join(allowed)}")
 
 
+def device_and_dtype(device, dtype):
+    """The kind of device and the dtype that "auto" stands for on this machine; others are checked and returned."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if device != "cpu" and not {"cuda": torch.cuda, "mps": torch.backends.mps}[device].is_available():
+        fail(f"device={device!r}, but torch finds none on this machine")
+    if dtype == "auto":  # bfloat16 from Ampere on and on CPUs that multiply it, float16 on a T4, float32 elsewhere
+        dtype = "float32"
+        if device == "cuda":
+            dtype = "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
+        elif device == "cpu" and getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16"):
+            dtype = "bfloat16"
+    if device == "mps" and dtype == "float16" and torch.__version__ < "2.8":
+        fail(f"dtype='float16' on an Apple GPU needs torch 2.8, for its GradScaler; this is {torch.__version__}; take bfloat16")
+    return device, dtype
+
+
 def open_rows(split):
     """The split's shards as arrays of rows (rows, seq_len), uint8, read from disk as they are used."""
     meta = Path(data, "meta.json")
@@ -318,24 +335,13 @@ def main(argv):
 
     # processes, device, dtype
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    kind = device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if kind != "cpu" and not {"cuda": torch.cuda, "mps": torch.backends.mps}[kind].is_available():
-        fail(f"device={device!r}, but torch finds none on this machine")
+    kind, precision = device_and_dtype(device, dtype)
     where = torch.device(kind)
     if kind == "cuda":
         where = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(where)
     if world > 1:
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    precision = dtype
-    if precision == "auto":  # bfloat16 from Ampere on, float16 on a T4, float32 elsewhere
-        precision = "float32"
-        if kind == "cuda":
-            precision = "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
-    if kind == "mps" and precision == "float16" and torch.__version__ < "2.8":
-        fail(f"dtype='float16' on an Apple GPU needs torch 2.8, for its GradScaler; this is {torch.__version__}; take bfloat16")
     autocast = torch.autocast(kind, getattr(torch, precision), enabled=precision != "float32")
     torch.set_float32_matmul_precision("high")
     if kind == "cpu":  # a resumed run repeats to the last bit: compiled gathers add their gradients in a fixed order
