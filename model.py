@@ -27,7 +27,7 @@ TOKEN_MULTIPLE = 8  # M is rounded up to a multiple of this, so that the middle 
 
 @dataclass
 class ModelConfig:
-    seq_len: int = 4096  # bytes in a training row; only uniform boundaries depend on it
+    seq_len: int = 4096  # bytes in a training row; only experiments/systems.py's uniform boundaries depend on it
     embedding_dim: int = 768
     num_heads: int = 12
     n_down_layers: int = 4  # byte layers before the middle
@@ -38,7 +38,7 @@ class ModelConfig:
     policy_window: int = 8  # w: earlier decisions that a decision sees
     policy_scale: float = 16.0  # S, eq. 22
     policy_softcap: float = 5.0  # eq. 23; the paper does not give it. 5 keeps p within 0.7% .. 99.3%: it never stops exploring
-    boundaries: str = "learned"  # or "uniform": evenly spaced
+    boundaries: str = "learned"  # or a rule of experiments/systems.py
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,12 +177,6 @@ def draw(z, threshold):
     return decision.gather(2, history[:, :N, None]).squeeze(2)
 
 
-def uniform_boundaries(positions, seq_len, target):
-    """True at the positions that start the round(seq_len * target) equal parts of a row."""
-    M = round(seq_len * target)
-    return (positions * M) // seq_len > ((positions - 1) * M) // seq_len
-
-
 @torch.compiler.disable  # reads M on the host
 def token_positions(a):
     """Byte position of each token (B, M), and the token that each byte reads from (B, N); a (B, N) bool, a[:, 0] True.
@@ -255,9 +249,6 @@ class Model(nn.Module):
 
     def boundaries(self, z, u):
         """a (B, N) bool from uniforms u (B, N): a_i = [u_i < p_i], eq. 19-20; a_0 = 1."""
-        if self.config.boundaries == "uniform":
-            positions = torch.arange(z.size(1), device=z.device)
-            return uniform_boundaries(positions, self.config.seq_len, self.config.downsample_rate_target).expand_as(u)
         threshold = torch.logit(u)  # u < sigmoid(l) where logit(u) < l, which spares the draw the sigmoid ...
         if self.training:  # ... and here the soft-cap
             c = self.config.policy_softcap
@@ -341,10 +332,7 @@ class Model(nn.Module):
             X = self.run(self.down, self.embedding(byte[:, None]), position, down, step)  # (B, 1, D)
             z = self.read(X)[1][:, 0]
             p = (z[:, 0] + (history * z[:, 1:]).sum(1)).sigmoid()
-            if config.boundaries == "uniform":
-                a = uniform_boundaries(position, config.seq_len, config.downsample_rate_target).expand(B)
-            else:
-                a = torch.rand(B).to(p) < p
+            a = torch.rand(B).to(p) < p
             history = torch.cat((a[:, None], history), 1)[:, : config.policy_window]
             rows = a.nonzero()[:, 0]
             if len(rows) > 0:
@@ -380,6 +368,14 @@ class Cache:
         return self.k[rows, :, :used], self.v[rows, :, :used], mask[:, None, None]
 
 
+def make_model(config):
+    """A new model: one that learns its boundaries, or one that they are compared with."""
+    if config.boundaries == "learned":
+        return Model(config)
+    from experiments.systems import SYSTEMS
+    return SYSTEMS[config.boundaries](config)
+
+
 def load_checkpoint(path):
     """The model that train.py saved at `path`, on the CPU in evaluation mode, and all that was saved with it.
 
@@ -387,7 +383,7 @@ def load_checkpoint(path):
     """
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        model = Model(ModelConfig(**saved["model_config"]))
+        model = make_model(ModelConfig(**saved["model_config"]))
         model.load_state_dict(saved["model"])
     except FileNotFoundError:
         raise FileNotFoundError(f"no checkpoint {path}; train.py makes one") from None

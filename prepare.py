@@ -9,23 +9,30 @@ writes data/<name>/train_00000.bin, ..., val_00000.bin, ...: rows of --seq_len b
 else, so np.memmap(path, np.uint8).reshape(-1, seq_len) reads a shard. meta.json comes last: where
 it is, the set is complete. An interrupted run, started again with the same options, goes on from
 its last complete shard and ends with the same files.
+
+--bpe adds train_00000.bpe, ...: a bit for every byte of the shard (np.unpackbits reads them), 1 where train.py
+--boundaries=bpe ends a token.
 """
 import argparse
+import functools
 import glob
 import hashlib
 import io
 import json
 import math
 import os
+import re
 import shlex
 import sys
 import sysconfig
 import time
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
-BLOCK = 1 << 20  # bytes read at once: a document need not fit in memory
+BLOCK = 1 << 20  # bytes read at once: a document need not fit in memory, but for --bpe
+BYTES_IN = {"bin": 1, "bpe": 8}  # bytes of text in a byte of a shard
 HF_DEFAULTS = {
     "fineweb": {"hf_path": "HuggingFaceFW/fineweb", "hf_name": "sample-10BT"},
     "codeparrot": {"hf_path": "codeparrot/codeparrot-clean", "text_column": "content"},
@@ -131,10 +138,33 @@ def digest(file, hasher):
     return hasher, size
 
 
-def open_part(out_dir, split, state):
+@functools.lru_cache
+def o200k_base():
+    """The tokenizer, from the network or the folder TIKTOKEN_CACHE_DIR; RuntimeError without either."""
+    import tiktoken
+    try:
+        return tiktoken.get_encoding("o200k_base")
+    except Exception as error:  # of requests, or of a broken cache
+        raise RuntimeError(f"tiktoken cannot fetch o200k_base ({type(error).__name__}); let it reach the network once, or set "
+                           f"TIKTOKEN_CACHE_DIR={os.environ.get('TIKTOKEN_CACHE_DIR', '')} to a folder that holds it") from None
+
+
+def bpe_marks(document):
+    """(len(document),) uint8: 1 on the last byte of each of o200k_base's tokens, shifted right by one: on the first byte of
+    each token but the first. A byte that is not UTF-8 is a token of its own."""
+    lengths = []
+    for i, text in enumerate(re.split("([\udc80-\udcff])", document.decode("utf-8", "surrogateescape"))):
+        lengths += [1] if i % 2 else map(len, o200k_base().decode_tokens_bytes(o200k_base().encode_ordinary(text)))
+    marks = np.zeros(len(document) + 1, np.uint8)
+    marks[np.cumsum(lengths, dtype=int)] = 1
+    return marks[:-1]
+
+
+def open_part(out_dir, split, kind, state):
     """Opens the shard the split is to go on with, cut back to what progress.json vouches for."""
     index, offset = divmod(state[split]["bytes"], state["options"]["shard_bytes"])
-    shard = out_dir / f"{split}_{index:05d}.bin"
+    offset //= BYTES_IN[kind]
+    shard = out_dir / f"{split}_{index:05d}.{kind}"
     part = Path(f"{shard}.part")
     if shard.exists():  # killed after the shard's rename and before progress.json knew of it
         os.replace(shard, part)
@@ -167,7 +197,8 @@ def write_shards(documents, out_dir, state):
     limit = options["max_bytes"] // seq_len * seq_len if "max_bytes" in options else math.inf
     total = before = state["train"]["bytes"] + state["val"]["bytes"]
     started = time.perf_counter()
-    parts = {split: open_part(out_dir, split, state) for split in ("train", "val")}
+    kinds = ("bin", "bpe") if options.get("bpe") else ("bin",)
+    parts = {split: {kind: open_part(out_dir, split, kind, state) for kind in kinds} for split in ("train", "val")}
     with tqdm(total=limit if limit < math.inf else None, initial=total, unit="B",
               unit_scale=True, disable=None) as bar:  # None: not when stderr is no terminal
         for document in documents:
@@ -176,24 +207,30 @@ def write_shards(documents, out_dir, state):
             split = "val" if is_val else "train"
             rows = size // seq_len if options["split_documents"] else min(size // seq_len, 1)
             end = min(rows * seq_len, state["done"] + limit - total)
+            if "bpe" in kinds and rows:
+                document.seek(0)
+                marks = bpe_marks(document.read())
             document.seek(state["done"])
             while state["done"] < end:
                 room = shard_bytes - state[split]["bytes"] % shard_bytes
                 block = document.read(min(BLOCK, room, end - state["done"]))
                 if not block:
                     die(f"{document.name} shrank while read; remove {out_dir} and start again")
-                parts[split].write(block)
+                parts[split]["bin"].write(block)
+                if "bpe" in kinds:
+                    parts[split]["bpe"].write(np.packbits(marks[state["done"] : state["done"] + len(block)]).tobytes())
                 total += len(block)
                 state["done"] += len(block)
                 state[split]["bytes"] += len(block)
                 bar.set_postfix_str(f"{total // seq_len:,} rows", refresh=False)
                 bar.update(len(block))
                 if len(block) == room:
-                    for part in parts.values():
+                    for part in [*parts["train"].values(), *parts["val"].values()]:
                         part.flush()
-                    close_part(parts[split], split, state)
+                    for kind in kinds:
+                        close_part(parts[split][kind], split, state)
                     write_json(out_dir / "progress.json", state)
-                    parts[split] = open_part(out_dir, split, state)
+                    parts[split] = {kind: open_part(out_dir, split, kind, state) for kind in kinds}
             if rows:
                 state[split]["documents"] += 1
                 dropped["tail_bytes"] += size - state["done"]
@@ -207,15 +244,16 @@ def write_shards(documents, out_dir, state):
     empty = [split for split in parts if not state[split]["bytes"]]
     if empty:  # of no use, and in the way of the next try with other options
         (out_dir / "progress.json").unlink()
-        for path in [*out_dir.glob("train_*.bin*"), *out_dir.glob("val_*.bin*")]:
+        for path in [*out_dir.glob("train_*.b*"), *out_dir.glob("val_*.b*")]:
             path.unlink()
         kept = state["consumed"] - dropped["short_documents"]
         why = (f"{kept} documents all fell on one side of --val_fraction={options['val_fraction']}"
                if kept else f"{state['consumed']} documents, all shorter than --seq_len={seq_len}")
         die(f"no rows for {' and '.join(empty)}: {why}; give a smaller --seq_len, more documents "
             "(or --max_bytes) or another --val_fraction")
-    for split, part in parts.items():
-        close_part(part, split, state)
+    for split in parts:
+        for part in parts[split].values():
+            close_part(part, split, state)
     return (total - before) / 1e6 / (time.perf_counter() - started)
 
 
@@ -247,6 +285,7 @@ def parse(argv):
     add("--val_fraction", type=float, default=0.02, help="share of the documents (%(default)s)")
     add("--max_bytes", type=byte_count, help="stop after so many bytes of rows, e.g. 6e9")
     add("--shard_bytes", type=byte_count, default=10**8, help="size of a shard (%(default)s)")
+    add("--bpe", action="store_true", default=None, help="mark the ends of o200k_base's tokens too (needs tiktoken)")
     options = vars(parser.parse_args(argv))
 
     name, out_dir, dataset = options.pop("name"), options.pop("out_dir"), options["dataset"]
@@ -265,6 +304,8 @@ def parse(argv):
         die(f"--val_fraction={options['val_fraction']} must lie between 0 and 1")
     if options["max_bytes"] and options["max_bytes"] < seq_len:
         die(f"--max_bytes={options['max_bytes']} must be at least --seq_len={seq_len}")
+    if options["bpe"] and seq_len % 8:
+        die(f"--bpe needs a --seq_len that 8 divides, not {seq_len}")
     if options["split_documents"] is None:
         options["split_documents"] = local
     options["shard_bytes"] = max(options["shard_bytes"] // seq_len, 1) * seq_len
@@ -345,6 +386,8 @@ def main(argv=None):
     except KeyboardInterrupt:
         print("interrupted; to go on: python prepare.py", shlex.join(argv), file=sys.stderr)
         sys.exit(130)
+    except RuntimeError as error:
+        die(error)
     except OSError as error:
         die(f"{error}; mend this and run the same command again to go on")
 

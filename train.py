@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare
-from model import BOS, Model, ModelConfig, load_checkpoint
+from model import BOS, ModelConfig, load_checkpoint, make_model
 from sample import as_terminal
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ n_mid_layers = 4  # token layers
 n_up_layers = 1  # byte layers that predict
 attention_window = 8  # bytes that a byte layer sees
 # boundaries
-boundaries = "learned"  # "learned", or "uniform": evenly spaced, to compare with
+boundaries = "learned"  # or, to compare with, one of BOUNDARIES below: see experiments/systems.py
 downsample_rate_target = 1 / 5  # tokens per byte
 policy_window = 1  # w, eq. 21: earlier decisions that a decision sees
 policy_scale = 1.5  # S, eq. 22: the smaller, the faster the policy learns
@@ -76,6 +76,9 @@ compile = True  # torch.compile the model
 seed = 1337  # of weights, order of rows and draws
 
 DEFAULTS = {k: v for k, v in globals().items() if k.islower() and type(v) in (int, float, bool, str) and not k.startswith("_")}
+
+
+BOUNDARIES = "learned", "uniform", "random", "whitespace", "bpe", "gumbel", "hnet", "none"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,11 +193,13 @@ def check():
         fail(f"effective_batch_size={effective_batch_size} is no multiple of batch_size={batch_size} times {world} processes")
     if not 0.5 < downsample_rate_target * seq_len < seq_len:
         fail(f"downsample_rate_target={downsample_rate_target} is not between 0 and 1, or gives a row of {seq_len} bytes no token")
+    if boundaries == "bpe" and seq_len % 8:
+        fail(f"seq_len={seq_len} is no multiple of 8, which --boundaries=bpe needs")
     if not 0 <= gamma <= 1:
         fail(f"gamma={gamma} is not within 0 and 1")
     if not 0 <= policy_window <= 12:
         fail(f"policy_window={policy_window} is not within 0 and 12: the draw costs 2^policy_window a byte")
-    for key, allowed in (("boundaries", ("learned", "uniform")), ("device", ("auto", "cpu", "cuda", "mps")),
+    for key, allowed in (("boundaries", BOUNDARIES), ("device", ("auto", "cpu", "cuda", "mps")),
                          ("dtype", ("auto", "float32", "bfloat16", "float16"))):
         if globals()[key] not in allowed:
             fail(f"{key}={globals()[key]!r} is none of {', '.join(allowed)}")
@@ -218,21 +223,35 @@ def device_and_dtype(device, dtype):
 
 
 def open_rows(split):
-    """The split's shards as arrays of rows (rows, seq_len), uint8, read from disk as they are used."""
+    """The split's shards, read from disk as they are used: rows of bytes (rows, seq_len) uint8, and for --boundaries=bpe
+    their marks, a bit each, (rows, seq_len / 8) uint8."""
     meta = Path(data, "meta.json")
     if not meta.exists():
         fail(f"no {meta}; make the data first: python prepare.py --help")
     row_length = json.loads(meta.read_text())["seq_len"]
     if row_length % seq_len:
         fail(f"seq_len={seq_len} does not divide the {row_length} bytes of a row in {data}")
-    return [np.memmap(path, np.uint8, "r").reshape(-1, seq_len) for path in sorted(Path(data).glob(f"{split}_*.bin"))]
+
+    def read(kind, width):
+        return [np.memmap(path, np.uint8, "r").reshape(-1, width) for path in sorted(Path(data).glob(f"{split}_*.{kind}"))]
+
+    marks = read("bpe", seq_len // 8) if boundaries == "bpe" else []
+    if boundaries == "bpe" and not marks:
+        fail(f"data={data!r} has no marks of BPE tokens; make it anew with prepare.py --bpe")
+    return read("bin", seq_len), marks
 
 
 def fetch(shards, rows):
-    """Bytes (len(rows), seq_len) uint8 of the rows with these numbers."""
+    """The rows with these numbers: x = <bos> and all bytes but the last, y = all bytes, (B, N) int64; and the boundaries
+    (B, N) bool where the data has them, else None."""
+    shards, marks = shards
     ends = np.cumsum([len(shard) for shard in shards])
-    where = np.searchsorted(ends, rows, "right")
-    return torch.from_numpy(np.stack([shards[s][r - ends[s]] for s, r in zip(where, rows)]))  # negative: from the end
+    where = [(s, r - ends[s]) for s, r in zip(np.searchsorted(ends, rows, "right"), rows)]  # negative: from the end
+    x, y = inputs_and_targets(torch.from_numpy(np.stack([shards[s][r] for s, r in where])))
+    if not marks:
+        return x, y, None
+    a = torch.from_numpy(np.unpackbits(np.stack([marks[s][r] for s, r in where]), axis=1)).bool()
+    return x, y, F.pad(a[:, :-1], (1, 0), value=True)
 
 
 @functools.lru_cache(2)
@@ -279,21 +298,22 @@ LETTERS = torch.tensor([chr(b).isalnum() and b < 128 for b in range(BOS)] + [Fal
 
 @torch.no_grad()
 def evaluate(model, shards, autocast):
-    """On fixed validation rows with fixed uniforms: bits per byte of the model and of the early head, the boundary rate,
-    and the contrast: the mean p on bytes that are no letters or digits over the mean p on letters and digits. Also the
+    """On fixed validation rows with fixed uniforms: bits per byte of the model, its standard error over rows, bits per byte
+    of the early head, the boundary rate, and the contrast: the mean p on bytes that are no letters or digits over the mean p on letters and digits. Also the
     first row's bytes, boundaries and p, to look at."""
-    n, where = sum(len(shard) for shard in shards), model.embedding.weight.device
+    n, where = sum(map(len, shards[0])), model.embedding.weight.device
     rows = np.linspace(0, n - 1, min(eval_rows, n)).astype(int)
     generator = torch.Generator().manual_seed(0)
     bits, early_bits, chosen, letter, other = [], [], [], [], []
     model.eval()
     for some in np.split(rows, range(batch_size, len(rows), batch_size)):
-        x, y = (z.to(where) for z in inputs_and_targets(fetch(shards, some)))
-        u = torch.rand(x.shape, generator=generator).to(where)
+        x, y, a = fetch(shards, some)
+        u = torch.rand(x.shape, generator=generator)
+        x, y, a, u = (z if z is None else z.to(where) for z in (x, y, a, u))
         with autocast:
-            logits, early_logits, l, a = model(x, u=u)
+            logits, early_logits, l, a = model(x, a, u)
         p, is_letter = l.sigmoid(), LETTERS.to(where)[x]
-        bits.append(-log_likelihood(logits, y).flatten() / math.log(2))
+        bits.append(-log_likelihood(logits, y).mean(1) / math.log(2))
         early_bits.append(-log_likelihood(early_logits, y).flatten() / math.log(2))
         chosen.append(a.float().flatten())
         letter.append(p[is_letter])
@@ -301,8 +321,9 @@ def evaluate(model, shards, autocast):
         if len(bits) == 1:
             line = list(zip(*(z[0, 1:SHOWN].tolist() for z in (x, a, p))))
     model.train()
+    stderr = torch.cat(bits).std().item() / math.sqrt(len(rows))
     bits, early_bits, chosen, letter, other = (torch.cat(z).mean().item() for z in (bits, early_bits, chosen, letter, other))
-    return {"val_bpb": bits, "val_early_bpb": early_bits, "val_rate": chosen, "contrast": other / letter}, line
+    return {"val_bpb": bits, "val_stderr": stderr, "val_early_bpb": early_bits, "val_rate": chosen, "contrast": other / letter}, line
 
 
 def compiler_works(where):
@@ -355,13 +376,13 @@ def main(argv):
     if world > 1:
         dist.barrier()
     train_shards, val_shards = open_rows("train"), open_rows("val")
-    n_rows = sum(len(shard) for shard in train_shards)
+    n_rows = sum(map(len, train_shards[0]))
     accumulation = effective_batch_size // (batch_size * world)
 
     # model and optimizer
     torch.manual_seed(seed)
     if not saved:
-        model = Model(ModelConfig(**model_config))
+        model = make_model(ModelConfig(**model_config))
     model = model.to(where).train()
     policy = model.policy.weight
     matrices = [p for p in model.parameters() if p.dim() == 2 and p is not policy]
@@ -434,15 +455,17 @@ def main(argv):
             optimizer.param_groups[-1]["lr"] = 0.0
         terms = torch.zeros(5, device=where)
         for i in range(accumulation):
-            x, y = inputs_and_targets(fetch(train_shards, rows[i * batch_size : (i + 1) * batch_size]))
+            x, y, a = fetch(train_shards, rows[i * batch_size : (i + 1) * batch_size])
             u = torch.rand(x.shape)  # on the CPU: the same draws on every device, and one state to save
-            x, y, u = x.to(where), y.to(where), u.to(where)
+            x, y, a, u = (z if z is None else z.to(where) for z in (x, y, a, u))
             last = i == accumulation - 1
             with nullcontext() if world == 1 or last else net.no_sync():
                 with autocast:
-                    logits, early_logits, l, a = net(x, u=u)
+                    logits, early_logits, l, a = net(x, a, u)
                 L_auto, L_early, L_pi, L_tgt = losses(logits, early_logits, l, a, y, gamma, downsample_rate_target)
                 L = L_auto + policy_weight * L_pi + target_weight * L_tgt + lambda_early * L_early  # eq. 27
+                if boundaries != "learned":
+                    L = L + model.boundary_loss(l, a)
                 scaler.scale(L / accumulation).backward()
             terms += torch.stack((L_auto, L_early, L_pi, L_tgt, a.float().mean())).detach() / accumulation
         scaler.unscale_(optimizer)

@@ -31,7 +31,8 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import prepare
 import train
-from model import BOS, VOCAB_SIZE, Model, ModelConfig, draw, select, token_positions, uniform_boundaries
+from experiments.systems import SYSTEMS
+from model import BOS, VOCAB_SIZE, Model, ModelConfig, draw, select, token_positions
 
 
 def synchronize():
@@ -113,7 +114,7 @@ def model_flops(h, kind):
     (byte layers) or the causal half (tokens): 12 per visible key and dimension."""
     with torch.device("meta"):
         model = plain_rival(h) if kind == "plain" else make_model(h)
-    N, D, rate = h["seq_len"], h["embedding_dim"], 1.0 if kind == "bytes" else h["downsample_rate_target"]
+    N, D, rate = h["seq_len"], h["embedding_dim"], 1.0 if kind == "none" else h["downsample_rate_target"]
     if kind == "plain":
         return 6 * linear_parameters(model) + len(model.layers) * 12 * D * N / 2
     byte_attention = (h["n_down_layers"] + h["n_up_layers"]) * 12 * D * h["attention_window"]
@@ -150,7 +151,7 @@ def fixed_forward(model, x, a):
 def training_step(h, kind):
     """A function that does one optimizer step as train.py does it, on random bytes.
 
-    kind is "learned", "uniform" (evenly spaced tokens), "bytes" (every byte a token) or "plain" (the rival).
+    kind is "learned", "uniform" (evenly spaced tokens), "none" (every byte a token) or "plain" (the rival).
     """
     torch.manual_seed(0)
     where = torch.device(h["device"])
@@ -159,11 +160,10 @@ def training_step(h, kind):
     autocast = torch.autocast(where.type, getattr(torch, h["dtype"]), enabled=h["dtype"] != "float32")
     rows = torch.randint(256, (h["batch_size"], h["seq_len"]))
     x, y = (z.to(where) for z in train.inputs_and_targets(rows))
-    a = torch.ones(x.shape, dtype=torch.bool, device=where)
-    if kind == "uniform":
-        positions = torch.arange(h["seq_len"], device=where)
-        a = uniform_boundaries(positions, h["seq_len"], h["downsample_rate_target"]).expand_as(x)
-    forward = fixed_forward if kind in ("uniform", "bytes") else Model.forward if kind == "learned" else Plain.forward
+    if kind in ("uniform", "none"):
+        a = SYSTEMS[kind](model.config).rule(x, None)
+        a[:, 0] = True
+    forward = fixed_forward if kind in ("uniform", "none") else Model.forward if kind == "learned" else Plain.forward
     if h["compile"]:
         forward = torch.compile(forward)
 
@@ -254,7 +254,7 @@ def row(name, value, unit, spread=None, note=""):
 def bench_training(h, rounds, steps):
     """The systems' steps and the machine's ceiling, in turns."""
     same_bytes = h | {"seq_len": 1024, "batch_size": max(h["batch_size"] * h["seq_len"] // 1024, 1)}
-    systems = {"learned": (h, "learned"), "uniform": (h, "uniform"), "every byte a token": (h, "bytes"),
+    systems = {"learned": (h, "learned"), "uniform": (h, "uniform"), "every byte a token": (h, "none"),
                "learned, N=1024": (same_bytes, "learned"), "plain transformer, N=1024": (same_bytes, "plain")}
     dtypes = dict.fromkeys(("float32", h["dtype"]))
     workers = {dtype: Worker(matrix_products, h | {"dtype": dtype}) for dtype in dtypes}

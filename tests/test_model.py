@@ -177,15 +177,8 @@ def test_select_and_upsample_agree_with_loops(rate):
             assert torch.equal(back[b, i], X[b, max(t for t in tokens if t <= i)])
 
 
-def test_uniform_boundaries_are_evenly_spaced():
-    a = m.uniform_boundaries(torch.arange(4096), 4096, 0.2)
-    gaps = a.nonzero().diff(dim=0)
-    assert a.sum() == 819 and a[0] and set(gaps.flatten().tolist()) == {5, 6}
-
-
-@pytest.mark.parametrize("boundaries", ["learned", "uniform"])
-def test_no_output_depends_on_a_later_byte_or_decision(boundaries):
-    model, N, at = small_model(boundaries=boundaries), 48, 29
+def test_no_output_depends_on_a_later_byte_or_decision():
+    model, N, at = small_model(), 48, 29
     x, u = some_bytes(1, N), torch.rand(1, N)
     a = torch.rand(1, N) < 0.3
     a[:, 0] = True
@@ -201,9 +194,9 @@ def test_no_output_depends_on_a_later_byte_or_decision(boundaries):
     assert not torch.allclose(given[0][:, at], given_other[0][:, at])
 
 
-@pytest.mark.parametrize("boundaries, w, prompt", [("learned", 3, 1), ("learned", 0, 30), ("learned", 1, 5), ("uniform", 3, 11)])
-def test_cached_generation_is_the_full_pass(boundaries, w, prompt):
-    model = small_model(boundaries=boundaries, policy_window=w).eval()
+@pytest.mark.parametrize("w, prompt", [(3, 1), (0, 30), (1, 5), (3, 11)])
+def test_cached_generation_is_the_full_pass(w, prompt):
+    model = small_model(policy_window=w).eval()
     steps = list(model.generate(some_bytes(3, prompt), 60, temperature=1.5))
     x, a, p, nll = (torch.stack(column, 1) for column in zip(*steps))
     assert x.shape == (3, prompt - 1 + 60) and x.max() < BOS

@@ -1,0 +1,232 @@
+import json
+import math
+import os
+from random import Random
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+import torch.nn.functional as F
+
+import model as m
+import prepare
+import train
+from conftest import TINY
+from experiments import systems
+from experiments.systems import SYSTEMS
+from model import BOS, ModelConfig
+
+
+def small(name, **changes):
+    torch.manual_seed(0)
+    config = dict(seq_len=40, embedding_dim=16, num_heads=2, n_down_layers=1, n_mid_layers=1, n_up_layers=1, attention_window=8,
+                  boundaries=name, downsample_rate_target=0.3)
+    model = m.make_model(ModelConfig(**config | changes))
+    for p in model.parameters():
+        p.data += 0.2 * torch.randn_like(p)
+    return model
+
+
+def some_bytes(B, N):
+    x = torch.randint(0, 256, (B, N), generator=torch.Generator().manual_seed(1))
+    x[:, 0] = BOS
+    return x
+
+
+WITHOUT_DATA = [name for name in SYSTEMS if name != "bpe"]  # whose boundaries come from the data: see below
+
+
+@pytest.mark.parametrize("name", WITHOUT_DATA)
+@pytest.mark.parametrize("training", [True, False])
+def test_no_output_depends_on_a_later_byte_or_draw(name, training):
+    model, x, u = small(name).train(training), some_bytes(2, 40), torch.rand(2, 40)
+    before = model(x, u=u)
+    assert before[3][:, 0].all() and (name == "none" or not before[3].bool().all())
+    for i in 1, 17, 39:
+        later_x, later_u = x.clone(), u.clone()
+        later_x[:, i:], later_u[:, i:] = 255 - later_x[:, i:].clamp(max=255), 1 - later_u[:, i:]
+        for one, other in zip(before, model(later_x, u=later_u)):
+            torch.testing.assert_close(one[:, :i], other[:, :i], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", WITHOUT_DATA)
+def test_generation_has_the_full_passs_likelihoods(name):
+    model, x = small(name).eval(), some_bytes(2, 12)
+    torch.manual_seed(3)
+    byte, a, p, nll = (torch.stack(z, 1) for z in zip(*model.generate(x, 20)))
+    torch.manual_seed(3)
+    u = torch.rand(2, 32)
+    whole = torch.cat((x[:, :1], byte), 1)
+    logits, _, l, expected_a = model(whole, u=u)
+    assert torch.equal(byte[:, :11], x[:, 1:]) and torch.equal(a, expected_a[:, 1:].bool())
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), byte.flatten(), reduction="none").view_as(nll)
+    torch.testing.assert_close(nll, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_uniform_is_evenly_spaced_and_random_keeps_the_rate():
+    x = some_bytes(64, 40)
+    uniform, random = (small(name).rule(x, torch.rand(x.shape, generator=torch.Generator().manual_seed(0))) for name in ("uniform", "random"))
+    assert uniform.sum(1).tolist() == [12] * 64 and set(uniform[0].nonzero()[:, 0].diff().tolist()) == {3, 4}
+    assert random.float().mean() == pytest.approx(0.3, abs=0.03)
+
+
+def test_whitespace_marks_the_first_byte_after_a_word():
+    text = "Hello, wörld 42\n\n  x=1".encode()
+    a = small("whitespace").rule(torch.tensor([[BOS, *text]]), None)[0, 1:].tolist()
+    assert [i for i, here in enumerate(a) if here] == [text.index(b", "), text.index(b" 42"), text.index(b"\n"), text.index(b"=")]
+
+
+@pytest.fixture
+def toy_bpe(monkeypatch):
+    """A tokenizer of few merges in place of o200k_base, which needs a network."""
+    merges = [bytes([i]) for i in range(256)] + [b"he", b"ll", b"hell", b"hello", b"_t", b"ok", b"_tok", b"en", b"_token", b"iz",
+                                                 b"at", b"izat", b"on", b"ion", b"ization"]
+    merges.insert(-1, b"izati")
+    encoding = tiktoken.Encoding("toy", pat_str=r".+|\n", mergeable_ranks={m: i for i, m in enumerate(merges)}, special_tokens={})
+    monkeypatch.setattr(prepare, "o200k_base", lambda: encoding)
+
+
+def test_bpe_marks_are_the_papers_example_and_survive_bytes_that_are_no_text(toy_bpe):
+    assert "".join("|" * k + c for c, k in zip("hello_tokenization", prepare.bpe_marks(b"hello_tokenization"))) == "hello|_token|ization"
+    assert prepare.bpe_marks(b"he\xffhe\xe2\x82").tolist() == [0, 0, 1, 1, 0, 1, 1]
+
+
+def test_prepare_stores_the_whole_documents_marks_though_interrupted(toy_bpe, tmp_path, monkeypatch):
+    """40 documents of merges and noise, in shards of 64 bytes; the first try dies at its fifth rename."""
+    random, source, documents = Random(0), tmp_path / "source", []
+    source.mkdir()
+    for i in range(40):
+        words = [random.choice(["hello", "_token", "ization", "he", "x", "\n", "ä"]) for _ in range(random.randrange(40))]
+        documents.append("".join(words).encode())
+        (source / f"{i:02d}").write_bytes(documents[-1])
+    arguments = ["--dataset=files", f"--input={source}", "--seq_len=16", "--shard_bytes=64", "--bpe", "--val_fraction=0.3",
+                 f"--out_dir={tmp_path}/set"]
+    renames = iter(range(5))
+
+    def replace(*paths, replace=os.replace):
+        next(renames)
+        replace(*paths)
+
+    with monkeypatch.context() as patched, pytest.raises(StopIteration):
+        patched.setattr(os, "replace", replace)
+        prepare.main(arguments)
+    prepare.main(arguments)
+    expected = {}  # each row's bytes -> marks, from the whole documents
+    for document in documents:
+        for start in range(0, len(document) - 15, 16):
+            expected.setdefault(document[start : start + 16], []).append(prepare.bpe_marks(document)[start : start + 16].tolist())
+    seen = 0
+    for shard in (tmp_path / "set").glob("*.bin"):
+        rows = np.fromfile(shard, np.uint8).reshape(-1, 16)
+        marks = np.unpackbits(np.fromfile(shard.with_suffix(".bpe"), np.uint8)).reshape(-1, 16)
+        assert all(mark.tolist() in expected[row.tobytes()] for row, mark in zip(rows, marks))
+        seen += len(rows)
+    assert seen == sum(len(document) // 16 for document in documents)
+    meta = json.loads((tmp_path / "set/meta.json").read_text())
+    assert {path.name for path in (tmp_path / "set").glob("*.b*")} == {*meta["train"]["sha256"], *meta["val"]["sha256"]}
+
+
+def test_no_vocabulary_is_one_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: 1 / 0)
+    (tmp_path / "text").write_text("hello " * 100)
+    with pytest.raises(SystemExit) as stopped:
+        prepare.main(["--dataset=files", f"--input={tmp_path}/text", "--seq_len=16", "--bpe", f"--out_dir={tmp_path}/set"])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.count("\n") == 1 and "TIKTOKEN_CACHE_DIR" in error
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_system_trains_resumes_and_writes(name, toy_bpe, tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(32, 127)) * 100)
+    (tmp_path / "more").write_bytes(b"hello_tokenization " * 300)
+    inputs = [f"{tmp_path}/text", f"{tmp_path}/more"]
+    prepare.main(["--dataset=files", "--input", *inputs, "--seq_len=32", "--bpe", "--val_fraction=0.5", f"--out_dir={tmp_path}/set"])
+    flags = [*TINY, f"--data={tmp_path}/set", f"--boundaries={name}", f"--out_dir={tmp_path}/out"]
+    try:
+        train.main([*flags, f"--training_bytes={4 * 4 * 32}"])
+        train.main([*flags, f"--training_bytes={8 * 4 * 32}", "--resume=True"])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    log = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in log if "auto" in r] == list(range(1, 9)) and 0 < log[-1]["val_bpb"] < 9
+    model, saved = m.load_checkpoint(tmp_path / "out/ckpt.pt")
+    assert type(model) is SYSTEMS[name] and len(list(model.generate(some_bytes(1, 3), 5))) == 7
+
+
+def test_a_model_with_bpe_boundaries_marks_what_the_bytes_read_so_far_tell(toy_bpe):
+    text = b"hello_token"
+    a = small("bpe").rule(torch.tensor([[BOS, *text]]), None)[0, 1:].tolist()
+    assert a[0] is False and a == [bool(prepare.bpe_marks(text[: i + 1])[-1]) for i in range(len(text))]
+
+
+def test_gumbel_pools_segments_as_the_authors_weights_do_forward_and_gradient():
+    """Their weights: 1 - s + c_i for a position i of segment s, c_i the boundaries before it; normalised over the segment."""
+    torch.manual_seed(0)
+    N, D = 11, 3
+    hard = torch.tensor([1, 0, 0, 1, 1, 0, 0, 0, 1, 0, 0.0])
+    X, a, weights = torch.randn(1, N, D, requires_grad=True), hard[None].clone().requires_grad_(), torch.randn(4, D)
+    pooled = systems.mean_pool(X, a, 4)
+    expected = []
+    for s in range(4):
+        members, before = [], []
+        for i in range(N):
+            c = sum(a[0, j] for j in range(i)) if i else torch.zeros(())
+            if int(hard[:i].sum()) == s:
+                members.append(i)
+                before.append(1 - s + c)
+        expected.append(sum(w * X[0, i] for w, i in zip(before, members)) / sum(before))
+    expected = torch.stack(expected)
+    torch.testing.assert_close(pooled[0], expected)
+    for one, other in zip(*(torch.autograd.grad((z * weights).sum(), (X, a)) for z in (pooled[0], expected))):
+        torch.testing.assert_close(one, other)
+
+
+def test_gumbels_prior_is_the_binomials_logarithm_forward_and_gradient():
+    model, a = small("gumbel"), (torch.rand(3, 40) < 0.4).float().requires_grad_()
+    loss = model.boundary_loss(None, a)
+    expected = 0
+    for k in a[:, 1:].sum(1).tolist():
+        k = round(k)
+        expected -= math.log(math.comb(39, k) * 0.3**k * 0.7 ** (39 - k)) / 40 / 3
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
+    more = model.boundary_loss(None, torch.cat((a[:, :1], a[:, 1:] + 1e-2 / 39), 1)) - loss  # its slope, by finite difference
+    assert torch.autograd.grad(loss, a)[0][:, 1:].sum().item() / 39 * 1e-2 == pytest.approx(more.item(), rel=0.05, abs=1e-6)
+
+
+def test_hnet_computes_its_equations_position_by_position_forward_and_gradient():
+    model, x = small("hnet"), some_bytes(1, 30)
+    logits, early_logits, l, a = model(x)
+    X = model.encode(x)
+    p = [torch.ones(())]
+    for i in range(1, 30):
+        q, k = model.q.weight @ X[0, i], model.k.weight @ X[0, i - 1]
+        p.append((1 - q @ k / q.norm() / k.norm()) / 2)
+    at = [i for i in range(30) if p[i] >= 0.5]
+    assert at == a[0].nonzero()[:, 0].tolist() and 3 < len(at) < 28
+    y = model.run(model.middle, X[:, at], torch.tensor([at]))[0]
+    Y, z, t = [], None, -1
+    for i in range(30):
+        if i in at:
+            t += 1
+            z = y[t] if z is None else p[i] * y[t] + (1 - p[i]) * z
+        confidence = p[i] if i in at else 1 - p[i]
+        Y.append((confidence + (1 - confidence).detach()) * z + model.residual.weight @ X[0, i])
+    expected = model.decode(torch.stack(Y)[None])
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+    weights = torch.randn_like(logits)
+    parameters = [model.q.weight, model.k.weight, model.residual.weight, model.embedding.weight]
+    for one, other in zip(*(torch.autograd.grad((o * weights).sum(), parameters) for o in (logits, expected))):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
+
+
+def test_hnets_ratio_loss_is_least_where_the_rate_is_the_target():
+    model = small("hnet", downsample_rate_target=0.25)
+    losses = []
+    for rate in 0.15, 0.25, 0.35:
+        a = (torch.arange(1000) < 1000 * rate)[None]
+        p = torch.full((1, 1000), rate, requires_grad=True)
+        loss = model.boundary_loss(torch.logit(p), a)
+        losses.append(loss.item())
+        assert torch.autograd.grad(loss, p)[0].mean().sign().item() == (rate > 0.25) - (rate < 0.25)
+    assert losses[1] == min(losses) == pytest.approx(0.03)
