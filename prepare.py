@@ -140,12 +140,12 @@ def digest(file, hasher):
 
 @functools.lru_cache
 def o200k_base():
-    """The tokenizer, from the network or the folder TIKTOKEN_CACHE_DIR; RuntimeError without either."""
+    """The tokenizer, from the network or the folder TIKTOKEN_CACHE_DIR; OSError without either."""
     import tiktoken
     try:
         return tiktoken.get_encoding("o200k_base")
     except Exception as error:  # of requests, or of a broken cache
-        raise RuntimeError(f"tiktoken cannot fetch o200k_base ({type(error).__name__}); let it reach the network once, or set "
+        raise OSError(f"tiktoken cannot fetch o200k_base ({type(error).__name__}); let it reach the network once, or set "
                            f"TIKTOKEN_CACHE_DIR={os.environ.get('TIKTOKEN_CACHE_DIR', '')} to a folder that holds it") from None
 
 
@@ -386,8 +386,6 @@ def main(argv=None):
     except KeyboardInterrupt:
         print("interrupted; to go on: python prepare.py", shlex.join(argv), file=sys.stderr)
         sys.exit(130)
-    except RuntimeError as error:
-        die(error)
     except OSError as error:
         die(f"{error}; mend this and run the same command again to go on")
 

@@ -180,3 +180,5 @@ if __name__ == "__main__":
         sys.exit(130)
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # no vocabulary for --boundaries=bpe
+        fail(error)

@@ -298,13 +298,14 @@ LETTERS = torch.tensor([chr(b).isalnum() and b < 128 for b in range(BOS)] + [Fal
 
 @torch.no_grad()
 def evaluate(model, shards, autocast):
-    """On fixed validation rows with fixed uniforms: bits per byte of the model, its standard error over rows, bits per byte
-    of the early head, the boundary rate, and the contrast: the mean p on bytes that are no letters or digits over the mean p on letters and digits. Also the
-    first row's bytes, boundaries and p, to look at."""
+    """On fixed validation rows with fixed uniforms: bits per byte of the model and its standard error over rows, bits per
+    byte of the early head, the boundary rate, the decisions' entropy (mean -log pi(a_i), nats), and the contrast: the mean p
+    on bytes that are no letters or digits over the mean p on letters and digits. Also the first row's bytes, boundaries and
+    p, to look at."""
     n, where = sum(map(len, shards[0])), model.embedding.weight.device
     rows = np.linspace(0, n - 1, min(eval_rows, n)).astype(int)
     generator = torch.Generator().manual_seed(0)
-    bits, early_bits, chosen, letter, other = [], [], [], [], []
+    bits, early_bits, chosen, entropy, letter, other = [], [], [], [], [], []
     model.eval()
     for some in np.split(rows, range(batch_size, len(rows), batch_size)):
         x, y, a = fetch(shards, some)
@@ -316,14 +317,17 @@ def evaluate(model, shards, autocast):
         bits.append(-log_likelihood(logits, y).mean(1) / math.log(2))
         early_bits.append(-log_likelihood(early_logits, y).flatten() / math.log(2))
         chosen.append(a.float().flatten())
+        entropy.append(F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")[:, 1:].flatten())
         letter.append(p[is_letter])
         other.append(p[~is_letter & (x != BOS)])
         if len(bits) == 1:
             line = list(zip(*(z[0, 1:SHOWN].tolist() for z in (x, a, p))))
     model.train()
     stderr = torch.cat(bits).std().item() / math.sqrt(len(rows))
-    bits, early_bits, chosen, letter, other = (torch.cat(z).mean().item() for z in (bits, early_bits, chosen, letter, other))
-    return {"val_bpb": bits, "val_stderr": stderr, "val_early_bpb": early_bits, "val_rate": chosen, "contrast": other / letter}, line
+    bits, early_bits, chosen, entropy, letter, other = (
+        torch.cat(z).mean().item() for z in (bits, early_bits, chosen, entropy, letter, other))
+    return {"val_bpb": bits, "val_stderr": stderr, "val_early_bpb": early_bits, "val_rate": chosen, "val_entropy": entropy,
+            "contrast": other / letter}, line
 
 
 def compiler_works(where):

@@ -451,7 +451,7 @@ def main(argv):
         whole = bench_training(h, rounds, 20 if quick else 200)
         bench_pieces(h, rounds, whole)
         bench_draw(h, rounds, whole)
-    bench_generation(h, rounds, (1,) if quick else (1, 32))
+    bench_generation(h, 5, (1,) if quick else (1, 32))
     if not quick:
         bench_memory(h)
     bench_prepare(3)

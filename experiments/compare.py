@@ -1,0 +1,131 @@
+"""
+Trains systems that place boundaries in different ways on the same rows and compares them.
+
+    python experiments/compare.py --systems=learned,uniform,hnet --seeds=2 --bytes=20e6
+    python experiments/compare.py --systems=learned-w8,learned-w1,gumbel --name=english --data=data/english config/x.py --gamma=0.99
+
+A system is a value of train.py's --boundaries; learned-w8 sets policy_window to 8. The configuration file and every other flag
+go to train.py. Runs that are there already are not repeated, stopped ones go on. Writes experiments/results/NAME/:
+evaluations.jsonl, a line per evaluation; table.md; loss.png and loss.svg, bits per byte against training FLOPs.
+FLOPs are those of the paper's Figures 3 and 4: 6 per matrix parameter per byte or token, attention's products left out.
+"""
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display needed
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+import train
+from model import load_checkpoint
+
+STYLES = {  # of a system in every figure: Okabe and Ito's colours, and a marker for those who do not see them apart
+    "learned": ("#000000", "o"), "uniform": ("#E69F00", "s"), "random": ("#56B4E9", "^"), "whitespace": ("#009E73", "D"),
+    "bpe": ("#F0E442", "v"), "gumbel": ("#0072B2", "P"), "hnet": ("#D55E00", "X"), "none": ("#CC79A7", "*")}
+
+
+def run(system, seed, out_dir, arguments):
+    """Trains to the end, or goes on where it stopped; returns the last line of what failed, or None."""
+    boundaries, _, window = system.partition("-w")
+    command = [sys.executable, ROOT / "train.py", *arguments, f"--boundaries={boundaries}", f"--seed={seed}", f"--out_dir={out_dir}"]
+    if window:
+        command.append(f"--policy_window={window}")
+    if (out_dir / "ckpt.pt").exists():
+        command.append("--resume=True")
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.stderr.write(done.stderr)
+        return done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+
+
+def read_run(system, seed, out_dir):
+    """The run's evaluations: system, seed, bytes, training FLOPs and seconds until then, and what train.py's log has."""
+    model, _ = load_checkpoint(out_dir / "ckpt.pt")
+    evaluations, flops, seconds, before = [], 0.0, 0.0, 0
+    for line in (out_dir / "log.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "val_bpb" in record:
+            evaluations.append({"system": system, "seed": seed, "flops": flops, "seconds": seconds, **record})
+        else:
+            new = record["bytes"] - before
+            before = record["bytes"]
+            flops += new * train.flops_per_byte(model, record["rate"])
+            seconds += new / record["bytes_per_second"]
+    return evaluations
+
+
+def summarize(system, runs, failures, total_bytes):
+    """The system's row of the table, from its runs' last evaluations."""
+    last = [evaluations[-1] for evaluations in runs if evaluations]
+    bad = failures + [f"diverged: {r['val_bpb']}" for r in last if not math.isfinite(r["val_bpb"])]
+    bad += [f"stopped at {r['bytes'] / 1e6:.1f} MB" for r in last if r["bytes"] < total_bytes]
+    if bad or not last:
+        return [system, str(len(last)), "; ".join(bad) or "no evaluation", *[""] * 5]
+    mean = {key: statistics.mean(r[key] for r in last) for key in ("val_bpb", "val_stderr", "val_rate", "flops", "seconds")}
+    values = [r["val_bpb"] for r in last]
+    return [system, str(len(last)), f"{mean['val_bpb']:.4f}", f"{mean['val_stderr']:.4f}",
+            f"{max(values) - min(values):.4f}" if len(last) > 1 else "", f"{mean['val_rate']:.3f}", f"{mean['flops']:.3g}",
+            f"{mean['seconds'] / 60:.1f}"]
+
+
+def draw(evaluations, path):
+    """Bits per byte against training FLOPs, a line a run, labelled at its end."""
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for system in dict.fromkeys(e["system"] for e in evaluations):
+        colour, marker = STYLES[system.partition("-w")[0]]
+        for seed in dict.fromkeys(e["seed"] for e in evaluations if e["system"] == system):
+            points = [e for e in evaluations if (e["system"], e["seed"]) == (system, seed)]
+            axes.plot([e["flops"] for e in points], [e["val_bpb"] for e in points], color=colour, marker=marker, markersize=4,
+                      linewidth=1, linestyle="--" if system.endswith("-w1") else "-", markeredgecolor="black", markeredgewidth=0.3,
+                      label=system if seed == min(e["seed"] for e in evaluations if e["system"] == system) else None)
+    axes.set(xscale="log", xlabel="training FLOPs", ylabel="bits per byte, held-out rows")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.2)
+    for suffix in (".png", ".svg"):
+        figure.savefig(path.with_suffix(suffix), dpi=150)
+    plt.close(figure)
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--systems", default="learned,uniform,random,whitespace,gumbel,hnet,none")
+    parser.add_argument("--seeds", type=int, default=1, help="how many, from 1337 on")
+    parser.add_argument("--bytes", type=float, default=train.DEFAULTS["training_bytes"], help="training bytes of a run")
+    parser.add_argument("--name", default="stdlib", help="of the folder of results")
+    options, others = parser.parse_known_args(argv)
+    for system in options.systems.split(","):
+        name, _, window = system.partition("-w")
+        if name not in train.BOUNDARIES or window and not (name == "learned" and window.isdigit()):
+            sys.exit(f"compare.py: --systems={system!r} is none of {', '.join(train.BOUNDARIES)}, learned-w8, learned-w1, ...")
+    results = ROOT / "experiments/results" / options.name
+    results.mkdir(parents=True, exist_ok=True)
+    evaluations, rows = [], []
+    for system in options.systems.split(","):
+        runs, failures = [], []
+        for seed in range(1337, 1337 + options.seeds):
+            out_dir = results / "runs" / f"{system}-{seed}"
+            failure = run(system, seed, out_dir, [*others, f"--training_bytes={options.bytes:.0f}"])
+            failures += [failure] if failure else []
+            runs.append(read_run(system, seed, out_dir) if (out_dir / "ckpt.pt").exists() else [])
+            evaluations += runs[-1]
+        rows.append(summarize(system, runs, failures, options.bytes))
+        (results / "evaluations.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
+        head = ["system", "seeds", "bits per byte", "standard error over rows", "spread over seeds", "boundary rate",
+                "training FLOPs", "minutes"]
+        lines = [head, ["---"] * len(head), *rows]
+        (results / "table.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
+        if evaluations:
+            draw(evaluations, results / "loss")
+    print((results / "table.md").read_text())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
