@@ -23,6 +23,7 @@ matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "experiments/results"
 sys.path.insert(0, str(ROOT))
 import train
 from model import load_checkpoint
@@ -76,7 +77,7 @@ def summarize(system, runs, failures, total_bytes):
             f"{mean['seconds'] / 60:.1f}"]
 
 
-def draw(evaluations, path):
+def draw_loss(evaluations, path):
     """Bits per byte against training FLOPs, a line a run, labelled at its end."""
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for system in dict.fromkeys(e["system"] for e in evaluations):
@@ -105,7 +106,7 @@ def main(argv):
         name, _, window = system.partition("-w")
         if name not in train.BOUNDARIES or window and not (name == "learned" and window.isdigit()):
             sys.exit(f"compare.py: --systems={system!r} is none of {', '.join(train.BOUNDARIES)}, learned-w8, learned-w1, ...")
-    results = ROOT / "experiments/results" / options.name
+    results = RESULTS / options.name
     results.mkdir(parents=True, exist_ok=True)
     evaluations, rows = [], []
     for system in options.systems.split(","):
@@ -123,7 +124,7 @@ def main(argv):
         lines = [head, ["---"] * len(head), *rows]
         (results / "table.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
         if evaluations:
-            draw(evaluations, results / "loss")
+            draw_loss(evaluations, results / "loss")
     print((results / "table.md").read_text())
 
 

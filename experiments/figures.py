@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
-from experiments.compare import ROOT, STYLES, plt
+from experiments.compare import RESULTS, STYLES, plt
 from model import load_checkpoint
 from sample import as_html, characters, scored
 
@@ -83,7 +83,7 @@ def main(argv):
     parser.add_argument("--name", default="stdlib", help="of the folder of results")
     parser.add_argument("--text", metavar="FILE", help="show the boundaries of this text; without it, of a held-out row")
     options = parser.parse_args(argv)
-    results = ROOT / "experiments/results" / options.name
+    results = RESULTS / options.name
     paths = [Path(path) for path in options.checkpoints] or sorted(results.glob("runs/*-1337/ckpt.pt"))
     try:
         if not paths:
