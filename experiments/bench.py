@@ -1,13 +1,13 @@
 """
 How fast the model is on this machine, against what the machine can do and against its rivals, all in one run.
 
-    python experiments/bench.py                                            the quick run's model
-    python experiments/bench.py --config=config/aspect_ratio.py --batch_size=2 --dtype=bfloat16
-    python experiments/bench.py --quick                                    two minutes, uncompiled, the main rows only
+    python experiments/bench.py                  the quick run's model; six minutes on two cores
+    python experiments/bench.py --quick          uncompiled, fewer rounds, one minute
+    python experiments/bench.py --quick --compile=True --config=config/aspect_ratio.py --batch_size=1
 
 Every hyperparameter of train.py is a flag. --json=FILE writes the table. Every measured step lives in a process of its own
-(so that its peak memory and its compilations are its own); the processes take turns, one step each, round after round, and
-a row is the median of its rounds, +- half the interquartile range. Compare rows of one run only.
+(so that its peak memory and its compilations are its own); the processes take turns, half a second each, round after round,
+and a row is the median of its rounds, +- half the interquartile range. Compare rows of one run only.
 """
 import contextlib
 import functools
@@ -203,13 +203,14 @@ def peak_memory(function, where):
 
 
 def serve(connection, make, *arguments):
-    """The child: makes a function and calls it, then again for every message, and answers each time with the seconds.
+    """The child: makes a function and calls it, then again for every message, and answers each time with a call's seconds.
     Message None: answers with the peak memory of one call and the graphs compiled."""
     try:
         function = make(*arguments)
         connection.send(seconds(function))
         while connection.recv():
-            connection.send(seconds(function))
+            calls = max(int(0.5 / seconds(function)), 1)  # the call before: into caches that another process filled
+            connection.send(seconds(lambda: [function() for _ in range(calls)]) / calls)
         connection.send((peak_memory(function, arguments[0]["device"]), torch._dynamo.utils.counters["stats"]["unique_graphs"]))
     except (RuntimeError, MemoryError) as error:  # out of memory, mostly
         connection.send(str(error).splitlines()[0])
@@ -296,11 +297,11 @@ def bench_training(h, rounds, steps):
 
 
 def bench_memory(h):
-    section("memory of a learned step of one row, beyond weights and AdamW's moments")
+    section("memory of a learned step of one row, uncompiled, beyond weights and AdamW's moments")
     for N in (1024, 2048, 4096, 8192):
         values = []
         for layers in (h["n_mid_layers"], 0):
-            worker = Worker(training_step, h | {"seq_len": N, "batch_size": 1, "n_mid_layers": layers}, "learned")
+            worker = Worker(training_step, h | {"seq_len": N, "batch_size": 1, "n_mid_layers": layers, "compile": False}, "learned")
             values.append(worker.close()[0] / 1e6)
         row(f"N={N}", values[0], "MB", note=f"without the middle layers {values[1]:.4g} MB, {1e6 * values[1] / N:.0f} bytes a byte")
 

@@ -13,7 +13,6 @@ import model as m
 import prepare
 import train
 from conftest import TINY
-from experiments import systems
 from experiments.systems import SYSTEMS
 from model import BOS, ModelConfig
 
@@ -160,26 +159,31 @@ def test_a_model_with_bpe_boundaries_marks_what_the_bytes_read_so_far_tell(toy_b
     assert a[0] is False and a == [bool(prepare.bpe_marks(text[: i + 1])[-1]) for i in range(len(text))]
 
 
-def test_gumbel_pools_segments_as_the_authors_weights_do_forward_and_gradient():
-    """Their weights: 1 - s + c_i for a position i of segment s, c_i the boundaries before it; normalised over the segment."""
-    torch.manual_seed(0)
-    N, D = 11, 3
-    hard = torch.tensor([1, 0, 0, 1, 1, 0, 0, 0, 1, 0, 0.0])
-    X, a, weights = torch.randn(1, N, D, requires_grad=True), hard[None].clone().requires_grad_(), torch.randn(4, D)
-    pooled = systems.mean_pool(X, a, 4)
-    expected = []
-    for s in range(4):
-        members, before = [], []
-        for i in range(N):
-            c = sum(a[0, j] for j in range(i)) if i else torch.zeros(())
-            if int(hard[:i].sum()) == s:
-                members.append(i)
-                before.append(1 - s + c)
-        expected.append(sum(w * X[0, i] for w, i in zip(before, members)) / sum(before))
-    expected = torch.stack(expected)
-    torch.testing.assert_close(pooled[0], expected)
-    for one, other in zip(*(torch.autograd.grad((z * weights).sum(), (X, a)) for z in (pooled[0], expected))):
-        torch.testing.assert_close(one, other)
+def test_gumbel_computes_its_equations_position_by_position_forward_and_gradient():
+    """Straight-through draws as u < p; the mean over a segment with the authors' weights, 1 - s + c_i for a position i of
+    segment s, c_i the boundaries before it; a null token first; a token reaches the positions from its last byte on."""
+    model, x, u, N = small("gumbel"), some_bytes(1, 30), torch.rand(1, 30), 30
+    logits, _, l, a = model(x, u=u)
+    X = model.encode(x)
+    logit = model.boundary_mlp(model.early_norm(X))[0, :, 0]
+    soft = ((logit - (u[0] / (1 - u[0])).log()) / 0.5).sigmoid()
+    hard = [True] + [bool(u[0, i] < logit[i].sigmoid()) for i in range(1, N)]
+    assert hard == (a[0] > 0.5).tolist() and 3 < sum(hard) < 27
+    drawn = [float(hard[i]) + soft[i] - soft[i].detach() for i in range(N)]
+    ends, tokens = [i for i in range(N) if hard[i]], [model.null]
+    for s, end in enumerate(ends[1:], 1):
+        members = range(ends[s - 1] + 1, end + 1)
+        weights = [1 - s + sum(drawn[:i]) for i in members]
+        tokens.append(sum(w * X[0, i] for w, i in zip(weights, members)) / sum(weights))
+    y = model.run(model.middle, torch.stack(tokens)[None], torch.tensor([ends]))[0]
+    Y = torch.stack([X[0, i] + y[sum(hard[: i + 1]) - 1] for i in range(N)])
+    expected = model.decode(Y[None])
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+    weights = torch.randn_like(logits)
+    parameters = [model.boundary_mlp[0].weight, model.boundary_mlp[2].bias, model.null, model.embedding.weight]
+    for one, other in zip(*(torch.autograd.grad((o * weights).sum(), parameters) for o in (logits, expected))):
+        assert one.abs().max() > 1e-6
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
 
 
 def test_gumbels_prior_is_the_binomials_logarithm_forward_and_gradient():
