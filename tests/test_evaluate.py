@@ -1,0 +1,208 @@
+import contextlib
+import json
+import math
+import statistics
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conftest import ROOT
+from model import BOS, Model, ModelConfig, load_checkpoint
+
+sys.path.insert(0, str(ROOT / "experiments"))
+import evaluate
+
+ROWS = {
+    "piqa": {"goal": "Boil an egg", "sol1": "Freeze it.", "sol2": "Use hot water.", "label": 1},
+    "hellaswag": {"ind": 4, "activity_label": "Baking", "ctx_a": "How to bake [title] Mix. [step] Two  cups.",
+                  "ctx_b": "the Cook", "ctx": "unused",
+                  "endings": ["stirs [substeps] it. ", "sleeps.", "[header] runs", "é"], "label": "0"},
+    "arc_easy": {"id": "x", "question": "Which is hot?", "choices": {"text": ["ice", "fire", "snow"], "label": ["1", "2", "3"]},
+                 "answerKey": "2"},
+    "lambada": {"text": 'He said "no.\n\nI saw Ann'},
+}
+READ = {
+    "piqa": ("Question: Boil an egg\nAnswer:", [" Freeze it.", " Use hot water."], 1),
+    "hellaswag": ("Baking: How to bake. Mix. Two cups. The cook", [" stirs it.", " sleeps.", "  runs", " é"], 0),
+    "arc_easy": ("Question: Which is hot?\nAnswer:", [" ice", " fire", " snow"], 1),
+    "lambada": ('He said "no.\n\nI saw', [" Ann"], 0),
+}
+CONTEXT, ANSWER, LONG = b"the quick brown fox jumps over ", b"the lazy dog", bytes(range(60, 101))
+ITEMS = [(b"", [b"a"], 0), (CONTEXT, [ANSWER, b"!"], 0), (b"context", [LONG], 0), (b"ab", [b"cd", bytes(16)], 1)]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def tiny(boundaries="learned"):
+    """A model of rows of 16 bytes whose boundaries depend on what it reads."""
+    torch.manual_seed(0)
+    model = Model(ModelConfig(seq_len=16, embedding_dim=16, num_heads=2, n_down_layers=1, n_mid_layers=1, n_up_layers=1,
+                              attention_window=4, policy_window=2, policy_scale=1.0, boundaries=boundaries))
+    torch.nn.init.normal_(model.policy.weight)
+    torch.nn.init.normal_(model.head.weight)
+    return model.eval()
+
+
+def score(model, items, batch_size):
+    return evaluate.score(model, items, batch_size, contextlib.nullcontext())
+
+
+@torch.no_grad()
+def byte_by_byte(model, item, seen, answer):
+    """Bits of the answer after the bytes seen: no batch, no padding, each byte from what was read before it and no more."""
+    text, bits, a = seen + answer, 0.0, []
+    u = np.random.default_rng(item).random(len(text), np.float32)
+    parts = round(16 * model.config.downsample_rate_target)
+    starts = {math.ceil(16 * part / parts) for part in range(parts)}
+    for i, byte in enumerate(text):
+        x = torch.tensor([[BOS, *text[:i]]])
+        p = model(x, a=torch.tensor([[True, *a[1:], False][: i + 1]]))[2][0, i].sigmoid().item()
+        a.append(i == 0 or (i in starts if model.config.boundaries == "uniform" else u[i] < p))
+        if i >= len(seen):
+            bits -= model(x, a=torch.tensor([a]))[0][0, i].log_softmax(0)[byte].item() / math.log(2)
+    return bits, sum(a), len(a)
+
+
+@pytest.mark.parametrize("boundaries", ["learned", "uniform"])
+def test_a_score_is_what_reading_byte_by_byte_gives(boundaries):
+    model = tiny(boundaries)
+    bits, rate = score(model, ITEMS, 3)
+    reads = [[[(0, b"", b"a")]],
+             [[(1, CONTEXT[-4:], ANSWER)], [(1, CONTEXT[-15:], b"!")]],  # a long context keeps its last bytes
+             [[(2, b"", LONG[:16]), (2, b"", LONG[16:32]), (2, LONG[25:32], LONG[32:])]],  # a long answer goes in pieces
+             [[(3, b"ab", b"cd")], [(3, b"", bytes(16))]]]
+    done = [[[byte_by_byte(model, *read) for read in choice] for choice in item] for item in reads]
+    for got, item in zip(bits, done, strict=True):
+        np.testing.assert_allclose(got, [sum(read[0] for read in choice) for choice in item], rtol=1e-5)
+    all_reads = [read for item in done for choice in item for read in choice]
+    assert rate == sum(read[1] for read in all_reads) / sum(read[2] for read in all_reads)
+
+
+@pytest.mark.parametrize("boundaries", ["learned", "uniform"])
+def test_batch_size_and_padding_change_nothing(boundaries):
+    model = tiny(boundaries)
+    alone, rate = score(model, ITEMS, 1)
+    for batch_size in (2, 5, 100):
+        together, same_rate = score(model, ITEMS, batch_size)
+        np.testing.assert_allclose(np.concatenate(together), np.concatenate(alone), rtol=1e-5)
+        assert same_rate == rate
+
+
+def test_the_standard_error_is_the_mean_s_where_items_are_equally_long():
+    bits = np.array([30.0, 41.0, 28.0, 55.0])
+    value, error = evaluate.ratio(bits, np.full(4, 20))
+    assert value == pytest.approx(statistics.mean(bits / 20))
+    assert error == pytest.approx(statistics.stdev(bits / 20) / 2)
+
+
+def test_the_standard_error_is_the_bootstrap_s_where_they_are_not():
+    random = np.random.default_rng(0)
+    sizes = random.integers(1, 40, 400)
+    bits = sizes * random.normal(2, 0.3, 400) + random.normal(0, 5, 400)
+    draws = random.integers(0, 400, (4000, 400))
+    bootstrap = (bits[draws].sum(1) / sizes[draws].sum(1)).std()
+    assert evaluate.ratio(bits, sizes)[1] == pytest.approx(bootstrap, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_benchmark_s_prompt_is_the_one_in_the_docstring(name, tmp_path):
+    context, choices, right = READ[name]
+    file = write(tmp_path / "rows.jsonl", [ROWS[name]] * 2)
+    assert evaluate.read_items(f"{name}={file}") == [(context.encode(), [choice.encode() for choice in choices], right)] * 2
+
+
+def test_a_parquet_file_reads_as_json_lines_do(tmp_path):
+    import datasets
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list([ROWS["arc_easy"]] * 2).to_parquet(tmp_path / "rows.parquet")
+    file = write(tmp_path / "rows.jsonl", [ROWS["arc_easy"]] * 2)
+    assert evaluate.read_items(f"arc_easy={tmp_path}/rows.parquet") == evaluate.read_items(f"arc_easy={file}")
+
+
+@pytest.mark.parametrize("name, source", [
+    ("piqa", ("ybisk/piqa", "validation")), ("hellaswag", ("Rowan/hellaswag", "validation")),
+    ("arc_easy", ("allenai/ai2_arc", "test")), ("lambada", ("EleutherAI/lambada_openai", "test"))])
+def test_a_benchmark_without_a_file_comes_from_the_hub(name, source, monkeypatch):
+    asked = []
+    monkeypatch.setattr("datasets.load_dataset", lambda **where: asked.append(where) or [ROWS[name]] * 2)
+    assert evaluate.read_items(name)[0][2] == READ[name][2]
+    assert (asked[0]["path"], asked[0]["split"]) == source
+
+
+def test_the_choice_of_fewest_bits_per_byte_counts_and_only_the_right_one_is_averaged(monkeypatch):
+    items = [(b"", [bytes(2), bytes(10)], 1), (b"", [bytes(4), bytes(8)], 1)]  # by bits alone the second would be right
+    monkeypatch.setattr(evaluate, "score", lambda *_: ([np.array([6.0, 20.0]), np.array([4.0, 12.0])], 0.25))
+    line = evaluate.evaluate(None, "piqa", items, 1, None)
+    assert line["accuracy"] == 0.5 and line["bits_per_byte"] == 32 / 18 and line["bytes"] == 18
+
+
+def test_held_out_rows_cost_what_the_model_says_and_the_json_has_the_table(trained, data, tmp_path, capsys):
+    lambada = write(tmp_path / "lambada.jsonl", [ROWS["lambada"], {"text": "a b"}])
+    evaluate.main([f"{trained}/ckpt.pt", f"heldout={data}", f"lambada={lambada}", f"--json={tmp_path}/a.json"])
+    header, _, *lines = capsys.readouterr().out.splitlines()
+    assert header == "| task | items | bytes | bits per byte | standard error | accuracy | boundary rate |"
+    results = json.loads((tmp_path / "a.json").read_text())
+    for line, result in zip(lines, results, strict=True):
+        cells = [f"{z:.4f}" if isinstance(z, float) else "" if z is None else str(z) for z in result.values()]
+        assert line == f"| {' | '.join(cells)} |"
+    assert results[1]["items"] == 2 and results[1]["bytes"] == len(" Ann b") and results[1]["accuracy"] is None
+
+    model = load_checkpoint(trained / "ckpt.pt")[0]  # reads 32 bytes at a time, a row has 64
+    raw = b"".join(path.read_bytes() for path in sorted(data.glob("val_*.bin")))
+    nats = 0
+    for i in range(0, len(raw), 32):
+        u = torch.from_numpy(np.random.default_rng(i // 64).random(32, np.float32))
+        with torch.no_grad():
+            logits = model(torch.tensor([[BOS, *raw[i : i + 31]]]), u=u[None])[0][0]
+        nats += F.cross_entropy(logits, torch.tensor(list(raw[i : i + 32])), reduction="sum").item()
+    assert results[0]["items"] == len(raw) // 64 and results[0]["bytes"] == len(raw)
+    assert results[0]["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(raw), rel=1e-5)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["no/such.pt", "piqa"], "no checkpoint no/such.pt; train.py makes one"),
+    (["{tmp}/bad.pt", "piqa"], "bad.pt is no checkpoint of train.py"),
+    (["{trained}/ckpt.pt"], "task"),
+    (["{trained}/ckpt.pt", "boolq"], "unknown task 'boolq'; there are piqa, hellaswag, arc_easy, lambada and heldout"),
+    (["{trained}/ckpt.pt", "piqa=no/such.jsonl"], "piqa=no/such.jsonl is no .json, .jsonl or .parquet file"),
+    (["{trained}/ckpt.pt", "piqa={tmp}/bad.pt"], "bad.pt is no .json, .jsonl or .parquet file"),
+    (["{trained}/ckpt.pt", "piqa={tmp}/broken.jsonl"], "piqa: cannot read {tmp}/broken.jsonl"),
+    (["{trained}/ckpt.pt", "piqa={tmp}/gap.jsonl"], "row 2 of {tmp}/gap.jsonl has no sol1, label; needed: goal, sol1"),
+    (["{trained}/ckpt.pt", "piqa={tmp}/hidden.jsonl"], "piqa: row 1 of {tmp}/hidden.jsonl is no row of piqa with its label"),
+    (["{trained}/ckpt.pt", "hellaswag={tmp}/types.jsonl"], "hellaswag: row 1 of {tmp}/types.jsonl is no row of hellaswag"),
+    (["{trained}/ckpt.pt", "lambada={tmp}/one.jsonl"], "one.jsonl holds 1 items; a standard error takes two"),
+    (["{trained}/ckpt.pt", "piqa"], "ybisk/piqa (ConnectionError: no network); without a network give a file: piqa=FILE"),
+    (["{trained}/ckpt.pt", "heldout"], "name a folder that prepare.py made"),
+    (["{trained}/ckpt.pt", "heldout={tmp}"], "heldout={tmp}: no {tmp}/meta.json; name a folder that prepare.py made"),
+    (["{trained}/ckpt.pt", "heldout={data}", "--batch_size=0"], "--batch_size=0 is not positive"),
+    (["{trained}/ckpt.pt", "heldout={data}", "--json=no/such/a.json"], "no/such/a.json"),
+    (["{trained}/ckpt.pt", "heldout={data}", "--wrong=1"], "--wrong=1"),
+])
+def test_a_mistake_on_the_command_line_is_one_line(arguments, message, trained, data, tmp_path, monkeypatch, capsys):
+    import datasets
+    load = datasets.load_dataset
+
+    def offline(path, **where):
+        if path == "ybisk/piqa":
+            raise ConnectionError("no\nnetwork")
+        return load(path, **where)
+
+    monkeypatch.setattr("datasets.load_dataset", offline)
+    (tmp_path / "bad.pt").write_text("not a checkpoint")
+    (tmp_path / "broken.jsonl").write_text('{"goal": \n')
+    write(tmp_path / "gap.jsonl", [ROWS["piqa"], {"goal": "a", "sol2": "b"}])
+    write(tmp_path / "hidden.jsonl", [ROWS["piqa"] | {"label": -1}])
+    write(tmp_path / "types.jsonl", [ROWS["hellaswag"] | {"endings": [1, 2]}])
+    write(tmp_path / "one.jsonl", [ROWS["lambada"]])
+    names = {"tmp": tmp_path, "trained": trained, "data": data}
+    with pytest.raises(SystemExit) as stopped:
+        evaluate.main([argument.format(**names) for argument in arguments])
+    out, error = capsys.readouterr()
+    assert stopped.value.code == 2 and error.count("\n") == 1 and not out
+    assert error.startswith("evaluate.py: ") and message.format(**names) in error
