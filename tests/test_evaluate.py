@@ -2,7 +2,6 @@ import contextlib
 import json
 import math
 import statistics
-import sys
 
 import numpy as np
 import pytest
@@ -10,10 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from conftest import ROOT
-from model import BOS, Model, ModelConfig, load_checkpoint
-
-sys.path.insert(0, str(ROOT / "experiments"))
-import evaluate
+from experiments import evaluate
+from model import BOS, ModelConfig, load_checkpoint, make_model
 
 ROWS = {
     "piqa": {"goal": "Boil an egg", "sol1": "Freeze it.", "sol2": "Use hot water.", "label": 1},
@@ -42,8 +39,8 @@ def write(path, rows):
 def tiny(boundaries="learned"):
     """A model of rows of 16 bytes whose boundaries depend on what it reads."""
     torch.manual_seed(0)
-    model = Model(ModelConfig(seq_len=16, embedding_dim=16, num_heads=2, n_down_layers=1, n_mid_layers=1, n_up_layers=1,
-                              attention_window=4, policy_window=2, policy_scale=1.0, boundaries=boundaries))
+    model = make_model(ModelConfig(seq_len=16, embedding_dim=16, num_heads=2, n_down_layers=1, n_mid_layers=1, n_up_layers=1,
+                                   attention_window=4, policy_window=2, policy_scale=1.0, boundaries=boundaries))
     torch.nn.init.normal_(model.policy.weight)
     torch.nn.init.normal_(model.head.weight)
     return model.eval()
