@@ -223,7 +223,11 @@ class Worker:
         self.connection, theirs = multiprocessing.get_context("spawn").Pipe()
         self.process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, make, *arguments), daemon=True)
         self.process.start()
-        self.first = self.connection.recv()
+        theirs.close()
+        try:
+            self.first = self.connection.recv()
+        except EOFError:
+            self.first = "killed: not enough memory"
 
     def __call__(self):
         self.connection.send(True)
@@ -260,10 +264,12 @@ def bench_training(h, rounds, steps):
     dtypes = dict.fromkeys(("float32", h["dtype"]))
     workers = {dtype: Worker(matrix_products, h | {"dtype": dtype}) for dtype in dtypes}
     workers |= {name: Worker(training_step, *spec) for name, spec in systems.items()}
-    times = take_turns(workers, rounds)
-    for _ in range(steps - rounds - 2):
+    failed = {name: worker.first for name, worker in workers.items() if isinstance(worker.first, str)}
+    working = {name: worker for name, worker in workers.items() if name not in failed}
+    times = take_turns(working, rounds)
+    for _ in range(steps - rounds):
         workers["learned"]()
-    ends = {name: worker.close() for name, worker in workers.items()}
+    ends = {name: worker.close() for name, worker in working.items()}
 
     section(f"matrix products of one step, alone ({h['batch_size']} rows of {h['seq_len']} bytes)")
     flops = train.flops_per_byte(make_model(h), h["downsample_rate_target"]) * h["batch_size"] * h["seq_len"]
@@ -274,8 +280,8 @@ def bench_training(h, rounds, steps):
     section("training step")
     speed = {}
     for name, (g, kind) in systems.items():
-        if isinstance(ends[name], str):
-            row(name, math.nan, "kB/s", note=ends[name])
+        if name in failed:
+            row(name, math.nan, "kB/s", note=failed[name])
             continue
         middle, spread = median(times[name])
         speed[name] = g["batch_size"] * g["seq_len"] / middle
@@ -358,7 +364,7 @@ def bench_pieces(h, rounds, whole):
 
     timers["clipping and AdamW", ""] = functools.partial(seconds, optimize)
     times = take_turns(timers, rounds)
-    section("where the step's time goes: its pieces, each compiled alone")
+    section("where the step's time goes: its pieces, each " + ("compiled alone" if h["compile"] else "alone, uncompiled"))
     for (name, direction), values in times.items():
         middle_time, spread = median(values)
         row(f"{name} {direction}", 1e3 * middle_time, "ms", 1e3 * spread, f"{middle_time / whole:.1%} of the whole step")
