@@ -91,15 +91,15 @@ class Whitespace(Fixed):
 
 
 class BPE(Fixed):
-    """Training and evaluation take the marks that prepare.py --bpe made from whole documents. Where there are none, in
-    generation and in sample.py --score, a_i is what the bytes up to i tell: 1 where the tokens of x_1 .. x_i alone have one that
-    starts at i. Later bytes can change how tiktoken cuts the ones before, so this is not always the mark of the whole."""
+    """Training and its evaluation take the marks that prepare.py --bpe made from whole documents. Where there are none, in
+    generation, sample.py --score and evaluate.py, a_i is what the bytes up to i tell: 1 where the tokens of the last 256 of them
+    have one that starts at i. Later bytes can change how tiktoken cuts those before, so this is not always the document's."""
 
     def rule(self, x, u):
         a = torch.zeros(x.shape, dtype=torch.bool)
         for row, chosen in zip(x.tolist(), a):
             for i in range(2, x.size(1)):
-                chosen[i] = bool(prepare.bpe_marks(bytes(row[1 : i + 1]))[-1])
+                chosen[i] = bool(prepare.bpe_marks(bytes(row[max(1, i - 255) : i + 1]))[-1])
         return a.to(x.device)
 
 
