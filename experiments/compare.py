@@ -5,9 +5,10 @@ Trains systems that place boundaries in different ways on the same rows and comp
     python experiments/compare.py --systems=learned-w8,learned-w1,gumbel --name=english --data=data/english config/x.py --gamma=0.99
 
 A system is a value of train.py's --boundaries; learned-w8 sets policy_window to 8. The configuration file and every other flag
-go to train.py. Runs that are there already are not repeated, stopped ones go on. Writes experiments/results/NAME/:
-evaluations.jsonl, a line per evaluation; table.md; loss.png and loss.svg, bits per byte against training FLOPs.
-FLOPs are those of the paper's Figures 3 and 4: 6 per matrix parameter per byte or token, attention's products left out.
+go to train.py. Runs that are there already are not repeated, stopped ones go on. Writes experiments/results/NAME/, of all runs
+that the folder holds: evaluations.jsonl, a line per evaluation; table.md; loss.png and loss.svg, bits per byte against training
+FLOPs.
+These are those of the paper's Figures 3 and 4: 6 per matrix parameter per byte or token, attention's products left out.
 """
 import argparse
 import json
@@ -48,13 +49,15 @@ def run(system, seed, out_dir, arguments):
 
 
 def read_run(system, seed, out_dir):
-    """The run's evaluations: system, seed, bytes, training FLOPs and seconds until then, and what train.py's log has."""
-    model, _ = load_checkpoint(out_dir / "ckpt.pt")
+    """The run's evaluations: system, seed, training FLOPs and seconds until then, the run's length in bytes, and what
+    train.py's log has."""
+    model, saved = load_checkpoint(out_dir / "ckpt.pt")
+    length = saved["config"]["training_bytes"]
     evaluations, flops, seconds, before = [], 0.0, 0.0, 0
     for line in (out_dir / "log.jsonl").read_text().splitlines():
         record = json.loads(line)
         if "val_bpb" in record:
-            evaluations.append({"system": system, "seed": seed, "flops": flops, "seconds": seconds, **record})
+            evaluations.append({"system": system, "seed": seed, "flops": flops, "seconds": seconds, "length": length, **record})
         else:
             new = record["bytes"] - before
             before = record["bytes"]
@@ -63,11 +66,11 @@ def read_run(system, seed, out_dir):
     return evaluations
 
 
-def summarize(system, runs, failures, total_bytes):
+def summarize(system, runs, failures):
     """The system's row of the table, from its runs' last evaluations."""
     last = [evaluations[-1] for evaluations in runs if evaluations]
-    bad = failures + [f"diverged: {r['val_bpb']}" for r in last if not math.isfinite(r["val_bpb"])]
-    bad += [f"stopped at {r['bytes'] / 1e6:.1f} MB" for r in last if r["bytes"] < total_bytes]
+    bad = failures + [f"seed {r['seed']} diverged: {r['val_bpb']}" for r in last if not math.isfinite(r["val_bpb"])]
+    bad += [f"seed {r['seed']} stopped at {r['bytes'] / 1e6:.1f} MB" for r in last if r["bytes"] < r["length"]]
     if bad or not last:
         return [system, str(len(last)), "; ".join(bad) or "no evaluation", *[""] * 5]
     mean = {key: statistics.mean(r[key] for r in last) for key in ("val_bpb", "val_stderr", "val_rate", "flops", "seconds")}
@@ -95,6 +98,23 @@ def draw_loss(evaluations, path):
     plt.close(figure)
 
 
+def write(results, failures):
+    """The results of all runs in the folder; failures {system: [lines]} of those that were tried now."""
+    runs = {system: [] for system in failures}
+    for checkpoint in sorted(results.glob("runs/*/ckpt.pt")):
+        system, seed = checkpoint.parent.name.rsplit("-", 1)
+        runs.setdefault(system, []).append(read_run(system, int(seed), checkpoint.parent))
+    evaluations = [e for system in runs for run in runs[system] for e in run]
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "evaluations.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
+    head = ["system", "seeds", "bits per byte", "standard error over rows", "spread over seeds", "boundary rate",
+            "training FLOPs", "minutes"]
+    lines = [head, ["---"] * len(head), *(summarize(system, runs[system], failures.get(system, [])) for system in runs)]
+    (results / "table.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
+    if evaluations:
+        draw_loss(evaluations, results / "loss")
+
+
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--systems", default="learned,uniform,random,whitespace,gumbel,hnet,none")
@@ -106,25 +126,12 @@ def main(argv):
         name, _, window = system.partition("-w")
         if name not in train.BOUNDARIES or window and not (name == "learned" and window.isdigit()):
             sys.exit(f"compare.py: --systems={system!r} is none of {', '.join(train.BOUNDARIES)}, learned-w8, learned-w1, ...")
-    results = RESULTS / options.name
-    results.mkdir(parents=True, exist_ok=True)
-    evaluations, rows = [], []
-    for system in options.systems.split(","):
-        runs, failures = [], []
-        for seed in range(1337, 1337 + options.seeds):
-            out_dir = results / "runs" / f"{system}-{seed}"
-            failure = run(system, seed, out_dir, [*others, f"--training_bytes={options.bytes:.0f}"])
-            failures += [failure] if failure else []
-            runs.append(read_run(system, seed, out_dir) if (out_dir / "ckpt.pt").exists() else [])
-            evaluations += runs[-1]
-        rows.append(summarize(system, runs, failures, options.bytes))
-        (results / "evaluations.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
-        head = ["system", "seeds", "bits per byte", "standard error over rows", "spread over seeds", "boundary rate",
-                "training FLOPs", "minutes"]
-        lines = [head, ["---"] * len(head), *rows]
-        (results / "table.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
-        if evaluations:
-            draw_loss(evaluations, results / "loss")
+    results, failures = RESULTS / options.name, {}
+    for seed in range(1337, 1337 + options.seeds):
+        for system in options.systems.split(","):
+            failure = run(system, seed, results / "runs" / f"{system}-{seed}", [*others, f"--training_bytes={options.bytes:.0f}"])
+            failures.setdefault(system, []).extend([failure] if failure else [])
+            write(results, failures)
     print((results / "table.md").read_text())
 
 
