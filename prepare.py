@@ -28,7 +28,6 @@ import sysconfig
 import time
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 BLOCK = 1 << 20  # bytes read at once: a document need not fit in memory, but for --bpe
@@ -152,12 +151,19 @@ def o200k_base():
 def bpe_marks(document):
     """(len(document),) uint8: 1 on the last byte of each of o200k_base's tokens, shifted right by one: on the first byte of
     each token but the first. A byte that is not UTF-8 is a token of its own."""
+    import numpy as np  # not above: it takes memory that cutting bytes does not need
     lengths = []
     for i, text in enumerate(re.split("([\udc80-\udcff])", document.decode("utf-8", "surrogateescape"))):
         lengths += [1] if i % 2 else map(len, o200k_base().decode_tokens_bytes(o200k_base().encode_ordinary(text)))
     marks = np.zeros(len(document) + 1, np.uint8)
     marks[np.cumsum(lengths, dtype=int)] = 1
     return marks[:-1]
+
+
+def packed(marks):
+    """Eight marks in a byte, the first in its highest bit."""
+    import numpy as np
+    return np.packbits(marks).tobytes()
 
 
 def open_part(out_dir, split, kind, state):
@@ -218,7 +224,7 @@ def write_shards(documents, out_dir, state):
                     die(f"{document.name} shrank while read; remove {out_dir} and start again")
                 parts[split]["bin"].write(block)
                 if "bpe" in kinds:
-                    parts[split]["bpe"].write(np.packbits(marks[state["done"] : state["done"] + len(block)]).tobytes())
+                    parts[split]["bpe"].write(packed(marks[state["done"] : state["done"] + len(block)]))
                 total += len(block)
                 state["done"] += len(block)
                 state[split]["bytes"] += len(block)
