@@ -513,6 +513,7 @@ def main(argv):
     else:
         say(f"done: {checkpoint} holds the model; python sample.py --out_dir={shlex.quote(out_dir)} shows what it writes")
     if world > 1:
+        dist.barrier()  # gloo's thread drops its last tensors meanwhile; torch may deadlock if it has to do so during the teardown
         dist.destroy_process_group()
 
 
