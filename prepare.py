@@ -145,7 +145,7 @@ def o200k_base():
         return tiktoken.get_encoding("o200k_base")
     except Exception as error:  # of requests, or of a broken cache
         raise OSError(f"tiktoken cannot fetch o200k_base ({type(error).__name__}); let it reach the network once, or set "
-                           f"TIKTOKEN_CACHE_DIR={os.environ.get('TIKTOKEN_CACHE_DIR', '')} to a folder that holds it") from None
+                      f"TIKTOKEN_CACHE_DIR={os.environ.get('TIKTOKEN_CACHE_DIR', '')} to a folder that holds it") from None
 
 
 def bpe_marks(document):
@@ -158,12 +158,6 @@ def bpe_marks(document):
     marks = np.zeros(len(document) + 1, np.uint8)
     marks[np.cumsum(lengths, dtype=int)] = 1
     return marks[:-1]
-
-
-def packed(marks):
-    """Eight marks in a byte, the first in its highest bit."""
-    import numpy as np
-    return np.packbits(marks).tobytes()
 
 
 def open_part(out_dir, split, kind, state):
@@ -203,7 +197,10 @@ def write_shards(documents, out_dir, state):
     limit = options["max_bytes"] // seq_len * seq_len if "max_bytes" in options else math.inf
     total = before = state["train"]["bytes"] + state["val"]["bytes"]
     started = time.perf_counter()
-    kinds = ("bin", "bpe") if options.get("bpe") else ("bin",)
+    kinds = ("bin",)
+    if options.get("bpe"):
+        import numpy as np
+        kinds = ("bin", "bpe")
     parts = {split: {kind: open_part(out_dir, split, kind, state) for kind in kinds} for split in ("train", "val")}
     with tqdm(total=limit if limit < math.inf else None, initial=total, unit="B",
               unit_scale=True, disable=None) as bar:  # None: not when stderr is no terminal
@@ -224,7 +221,7 @@ def write_shards(documents, out_dir, state):
                     die(f"{document.name} shrank while read; remove {out_dir} and start again")
                 parts[split]["bin"].write(block)
                 if "bpe" in kinds:
-                    parts[split]["bpe"].write(packed(marks[state["done"] : state["done"] + len(block)]))
+                    parts[split]["bpe"].write(np.packbits(marks[state["done"] : state["done"] + len(block)]).tobytes())
                 total += len(block)
                 state["done"] += len(block)
                 state[split]["bytes"] += len(block)

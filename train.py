@@ -75,10 +75,8 @@ dtype = "auto"  # "auto", "float32", "bfloat16" or "float16" (then with a GradSc
 compile = True  # torch.compile the model
 seed = 1337  # of weights, order of rows and draws
 
-DEFAULTS = {k: v for k, v in globals().items() if k.islower() and type(v) in (int, float, bool, str) and not k.startswith("_")}
-
-
 BOUNDARIES = "learned", "uniform", "random", "whitespace", "bpe", "gumbel", "hnet", "none"
+DEFAULTS = {k: v for k, v in globals().items() if k.islower() and type(v) in (int, float, bool, str) and not k.startswith("_")}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

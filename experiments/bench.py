@@ -1,7 +1,7 @@
 """
 How fast the model is on this machine, against what the machine can do and against its rivals, all in one run.
 
-    python experiments/bench.py                  the quick run's model; six minutes on two cores
+    python experiments/bench.py                  the quick run's model; eight minutes on two cores
     python experiments/bench.py --quick          uncompiled, fewer rounds, one minute
     python experiments/bench.py --quick --compile=True --config=config/aspect_ratio.py --batch_size=1
 

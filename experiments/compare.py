@@ -81,7 +81,7 @@ def summarize(system, runs, failures):
 
 
 def draw_loss(evaluations, path):
-    """Bits per byte against training FLOPs, a line a run, labelled at its end."""
+    """Bits per byte against training FLOPs, a line a run, a colour and a marker a system."""
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for system in dict.fromkeys(e["system"] for e in evaluations):
         colour, marker = STYLES[system.partition("-w")[0]]
