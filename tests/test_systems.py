@@ -153,6 +153,14 @@ def test_every_system_trains_resumes_and_writes(name, toy_bpe, tmp_path):
     assert type(model) is SYSTEMS[name] and len(list(model.generate(some_bytes(1, 3), 5))) == 7
 
 
+def test_a_stored_mark_lies_on_the_byte_it_marks():
+    text = b"hello_tokenization______"
+    row, bits = (np.frombuffer(text, np.uint8)[None], np.packbits([c in b"_i" for c in text])[None])
+    x, y, a = train.fetch(([row], [bits]), [0])
+    assert bytes(y[0].tolist()) == text and a[0, 0]
+    assert a[0, 1:].tolist() == [byte in b"_i" for byte in x[0, 1:].tolist()]
+
+
 def test_a_model_with_bpe_boundaries_marks_what_the_bytes_read_so_far_tell(toy_bpe):
     text = b"hello_token"
     a = small("bpe").rule(torch.tensor([[BOS, *text]]), None)[0, 1:].tolist()
