@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import model as m
 import prepare
@@ -33,13 +36,21 @@ def some_bytes(B, N):
     return x
 
 
-WITHOUT_DATA = [name for name in SYSTEMS if name != "bpe"]  # whose boundaries come from the data: see below
+@pytest.fixture
+def toy_bpe(monkeypatch):
+    """A tokenizer of few merges in place of o200k_base, which needs a network."""
+    merges = [bytes([i]) for i in range(256)] + [b"he", b"ll", b"hell", b"hello", b"_t", b"ok", b"_tok", b"en", b"_token", b"iz",
+                                                 b"at", b"izat", b"on", b"ion", b"ization"]
+    merges.insert(-1, b"izati")
+    encoding = tiktoken.Encoding("toy", pat_str=r".+|\n", mergeable_ranks={m: i for i, m in enumerate(merges)}, special_tokens={})
+    monkeypatch.setattr(prepare, "o200k_base", lambda: encoding)
 
 
-@pytest.mark.parametrize("name", WITHOUT_DATA)
+@pytest.mark.parametrize("name", SYSTEMS)
 @pytest.mark.parametrize("training", [True, False])
-def test_no_output_depends_on_a_later_byte_or_draw(name, training):
-    model, x, u = small(name).train(training), some_bytes(2, 40), torch.rand(2, 40)
+def test_no_output_depends_on_a_later_byte_or_draw(name, training, toy_bpe):
+    model, u = small(name).train(training), torch.rand(2, 40)
+    x = torch.tensor([[BOS, *b"hello_tokenization, hello_token. hellohe"[:39]], [BOS, *b"he tokenization_token_hello! x hell he y"[:39]]])
     before = model(x, u=u)
     assert before[3][:, 0].all() and (name == "none" or not before[3].bool().all())
     for i in 1, 17, 39:
@@ -49,8 +60,8 @@ def test_no_output_depends_on_a_later_byte_or_draw(name, training):
             torch.testing.assert_close(one[:, :i], other[:, :i], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", WITHOUT_DATA)
-def test_generation_has_the_full_passs_likelihoods(name):
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_generation_has_the_full_passs_likelihoods(name, toy_bpe):
     model, x = small(name).eval(), some_bytes(2, 12)
     torch.manual_seed(3)
     byte, a, p, nll = (torch.stack(z, 1) for z in zip(*model.generate(x, 20)))
@@ -74,16 +85,6 @@ def test_whitespace_marks_the_first_byte_after_a_word():
     text = "Hello, wörld 42\n\n  x=1".encode()
     a = small("whitespace").rule(torch.tensor([[BOS, *text]]), None)[0, 1:].tolist()
     assert [i for i, here in enumerate(a) if here] == [text.index(b", "), text.index(b" 42"), text.index(b"\n"), text.index(b"=")]
-
-
-@pytest.fixture
-def toy_bpe(monkeypatch):
-    """A tokenizer of few merges in place of o200k_base, which needs a network."""
-    merges = [bytes([i]) for i in range(256)] + [b"he", b"ll", b"hell", b"hello", b"_t", b"ok", b"_tok", b"en", b"_token", b"iz",
-                                                 b"at", b"izat", b"on", b"ion", b"ization"]
-    merges.insert(-1, b"izati")
-    encoding = tiktoken.Encoding("toy", pat_str=r".+|\n", mergeable_ranks={m: i for i, m in enumerate(merges)}, special_tokens={})
-    monkeypatch.setattr(prepare, "o200k_base", lambda: encoding)
 
 
 def test_bpe_marks_are_the_papers_example_and_survive_bytes_that_are_no_text(toy_bpe):
@@ -133,6 +134,35 @@ def test_no_vocabulary_is_one_line(monkeypatch, tmp_path, capsys):
         prepare.main(["--dataset=files", f"--input={tmp_path}/text", "--seq_len=16", "--bpe", f"--out_dir={tmp_path}/set"])
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and error.count("\n") == 1 and "TIKTOKEN_CACHE_DIR" in error
+
+
+def gradients(name, rows, wrap):
+    """Of the loss that train.py gives a system, on these of four rows; wrap makes of the model what train.py calls."""
+    model, a = small(name).train(), torch.rand(4, 40, generator=torch.Generator().manual_seed(2)) < 0.3
+    a[:, 0] = True
+    u, y = torch.rand(4, 40, generator=torch.Generator().manual_seed(3)), some_bytes(4, 41)[:, 1:]
+    net = wrap(model)
+    logits, early_logits, l, a = net(some_bytes(4, 41)[rows, :-1], a[rows] if name == "bpe" else None, u[rows])
+    L_auto, L_early, L_pi, L_tgt = train.losses(logits, early_logits, l, a, y[rows], 0.99, 0.3)
+    (L_auto + 0.1 * L_early + 0.0 * (L_pi + L_tgt) + model.boundary_loss(l, a)).backward()
+    return [p.grad for p in model.parameters() if p.requires_grad]
+
+
+def one_of_two(rank, store, results):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    grads = {name: gradients(name, slice(2 * rank, 2 * rank + 2), DistributedDataParallel) for name in SYSTEMS}
+    if rank == 0:
+        torch.save(grads, results)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_processes_give_every_system_the_mean_of_their_gradients(tmp_path):
+    mp.spawn(one_of_two, args=(tmp_path / "store", tmp_path / "results"), nprocs=2)
+    for name, grads in torch.load(tmp_path / "results").items():
+        halves = [gradients(name, slice(2 * rank, 2 * rank + 2), lambda model: model) for rank in (0, 1)]
+        for got, one, other in zip(grads, *halves):
+            torch.testing.assert_close(got, (one + other) / 2, atol=1e-6, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
