@@ -151,7 +151,8 @@ def fixed_forward(model, x, a):
 def training_step(h, kind):
     """A function that does one optimizer step as train.py does it, on random bytes.
 
-    kind is "learned", "uniform" (evenly spaced tokens), "none" (every byte a token) or "plain" (the rival).
+    kind is "learned", "uniform" (evenly spaced tokens), "random" (as many, drawn anew each step), "none" (every byte a token) or
+    "plain" (the rival).
     """
     torch.manual_seed(0)
     where = torch.device(h["device"])
@@ -160,19 +161,23 @@ def training_step(h, kind):
     autocast = torch.autocast(where.type, getattr(torch, h["dtype"]), enabled=h["dtype"] != "float32")
     rows = torch.randint(256, (h["batch_size"], h["seq_len"]))
     x, y = (z.to(where) for z in train.inputs_and_targets(rows))
-    if kind in ("uniform", "none"):
-        a = SYSTEMS[kind](model.config).rule(x, None)
-        a[:, 0] = True
-    forward = fixed_forward if kind in ("uniform", "none") else Model.forward if kind == "learned" else Plain.forward
+    if kind in SYSTEMS:
+        rule = SYSTEMS[kind](model.config).rule
+    forward = fixed_forward if kind in SYSTEMS else Model.forward if kind == "learned" else Plain.forward
     if h["compile"]:
         forward = torch.compile(forward)
 
     def step():
         with autocast:
+            u = torch.rand(x.shape).to(where)
             if kind == "learned":
-                outputs = forward(model, x, u=torch.rand(x.shape).to(where))
+                outputs = forward(model, x, u=u)
+            elif kind == "plain":
+                logits = forward(model, x)
             else:
-                logits = forward(model, x, a) if kind != "plain" else forward(model, x)
+                a = rule(x, u)
+                a[:, 0] = True
+                logits = forward(model, x, a)
         if kind == "learned":
             L_auto, L_early, L_pi, L_tgt = train.losses(*outputs, y, h["gamma"], h["downsample_rate_target"])
             L = L_auto + h["lambda_pi"] * L_pi + h["lambda_target"] * L_tgt + h["lambda_early"] * L_early
@@ -259,7 +264,7 @@ def row(name, value, unit, spread=None, note=""):
 def bench_training(h, rounds, steps):
     """The systems' steps and the machine's ceiling, in turns."""
     same_bytes = h | {"seq_len": 1024, "batch_size": max(h["batch_size"] * h["seq_len"] // 1024, 1)}
-    systems = {"learned": (h, "learned"), "uniform": (h, "uniform"), "every byte a token": (h, "none"),
+    systems = {"learned": (h, "learned"), "uniform": (h, "uniform"), "random": (h, "random"), "every byte a token": (h, "none"),
                "learned, N=1024": (same_bytes, "learned"), "plain transformer, N=1024": (same_bytes, "plain")}
     dtypes = dict.fromkeys(("float32", h["dtype"]))
     workers = {dtype: Worker(matrix_products, h | {"dtype": dtype}) for dtype in dtypes}
@@ -296,9 +301,12 @@ def bench_training(h, rounds, steps):
                 note=f"of which weights and AdamW's moments {12 * parameters / 1e6:.0f}; {linear_parameters(model) / 1e6:.3f}M in matrices")
     row("first step, compilation included", workers["learned"].first, "s")
     row(f"graphs compiled in {steps} steps", ends["learned"][1], "")
-    for a, b in (("uniform", "learned"), ("learned", "every byte a token"), ("learned, N=1024", "plain transformer, N=1024")):
+    for a, b, note in (("uniform", "learned", "what learning the boundaries costs, unequal rows included"),
+                       ("random", "learned", "what it costs beside them: as many tokens, rows as unequal, nothing learned"),
+                       ("learned", "every byte a token", ""), ("learned, N=1024", "plain transformer, N=1024", "")):
         if a in speed and b in speed:
-            row(f"{a} / {b}", speed[a] / speed[b], "times")
+            middle, spread = median([slow / fast for slow, fast in zip(times[b], times[a])])
+            row(f"{a} / {b}", middle, "times", spread, note)
     return median(times["learned"])[0]
 
 
