@@ -32,37 +32,55 @@ from model import load_checkpoint
 STYLES = {  # of a system in every figure: Okabe and Ito's colours, and a marker for those who do not see them apart
     "learned": ("#000000", "o"), "uniform": ("#E69F00", "s"), "random": ("#56B4E9", "^"), "whitespace": ("#009E73", "D"),
     "bpe": ("#F0E442", "v"), "gumbel": ("#0072B2", "P"), "hnet": ("#D55E00", "X"), "none": ("#CC79A7", "*")}
+LINES = "-", "--", ":", "-."  # tell a system's variants apart
 
 
-def run(system, seed, out_dir, arguments):
-    """Trains to the end, or goes on where it stopped; returns the last line of what failed, or None."""
+def fail(message):
+    print(f"compare.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def hyperparameters(system, seed, arguments):
+    """The flags of train.py that make a run of this system, and what they set."""
     boundaries, _, window = system.partition("-w")
-    command = [sys.executable, ROOT / "train.py", *arguments, f"--boundaries={boundaries}", f"--seed={seed}", f"--out_dir={out_dir}"]
-    if window:
-        command.append(f"--policy_window={window}")
+    flags = [*arguments, f"--boundaries={boundaries}", f"--seed={seed}", *([f"--policy_window={window}"] if window else [])]
+    return flags, train.DEFAULTS | train.read_command_line(flags)
+
+
+def run(flags, out_dir):
+    """Trains to the end, or goes on where it stopped. Leaves the last line of what failed in out_dir/failure.txt."""
+    command = [sys.executable, ROOT / "train.py", *flags, f"--out_dir={out_dir}"]
     if (out_dir / "ckpt.pt").exists():
         command.append("--resume=True")
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        sys.stderr.write(done.stderr)
-        return done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        errors = process.communicate()[1]
+    except KeyboardInterrupt:  # train.py has got it too, and saves
+        process.communicate()
+        sys.exit(130)
+    sys.stderr.write(errors)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    (out_dir / "failure.txt").unlink(missing_ok=True)
+    if process.returncode:
+        line = errors.strip().splitlines()[-1] if errors.strip() else f"exit code {process.returncode}"
+        (out_dir / "failure.txt").write_text(line.replace("|", "/"))
 
 
 def read_run(system, seed, out_dir):
-    """The run's evaluations: system, seed, training FLOPs and seconds until then, the run's length in bytes, and what
-    train.py's log has."""
+    """The run's evaluations: system, seed, training FLOPs until then, seconds at the run's median speed, the run's length in
+    bytes, and what train.py's log has."""
     model, saved = load_checkpoint(out_dir / "ckpt.pt")
     length = saved["config"]["training_bytes"]
-    evaluations, flops, seconds, before = [], 0.0, 0.0, 0
-    for line in (out_dir / "log.jsonl").read_text().splitlines():
-        record = json.loads(line)
+    records = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
+    speed = statistics.median(r["bytes_per_second"] for r in records if "auto" in r)
+    evaluations, flops, before = [], 0.0, 0
+    for record in records:
+        per_byte = train.flops_per_byte(model, record["rate" if "auto" in record else "val_rate"])
+        flops += (record["bytes"] - before) * per_byte
+        before = record["bytes"]
         if "val_bpb" in record:
+            seconds = record["bytes"] / speed
             evaluations.append({"system": system, "seed": seed, "flops": flops, "seconds": seconds, "length": length, **record})
-        else:
-            new = record["bytes"] - before
-            before = record["bytes"]
-            flops += new * train.flops_per_byte(model, record["rate"])
-            seconds += new / record["bytes_per_second"]
     return evaluations
 
 
@@ -83,12 +101,15 @@ def summarize(system, runs, failures):
 def draw_loss(evaluations, path):
     """Bits per byte against training FLOPs, a line a run, a colour and a marker a system."""
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for system in dict.fromkeys(e["system"] for e in evaluations):
-        colour, marker = STYLES[system.partition("-w")[0]]
+    systems = list(dict.fromkeys(e["system"] for e in evaluations))
+    for system in systems:
+        base = system.partition("-")[0]
+        colour, marker = STYLES[base]
+        line = LINES[[other for other in systems if other.startswith(base)].index(system) % len(LINES)]
         for seed in dict.fromkeys(e["seed"] for e in evaluations if e["system"] == system):
             points = [e for e in evaluations if (e["system"], e["seed"]) == (system, seed)]
             axes.plot([e["flops"] for e in points], [e["val_bpb"] for e in points], color=colour, marker=marker, markersize=4,
-                      linewidth=1, linestyle="--" if system.endswith("-w1") else "-", markeredgecolor="black", markeredgewidth=0.3,
+                      linewidth=1, linestyle=line, markeredgecolor="black", markeredgewidth=0.3,
                       label=system if seed == min(e["seed"] for e in evaluations if e["system"] == system) else None)
     axes.set(xscale="log", xlabel="training FLOPs", ylabel="bits per byte, held-out rows")
     axes.legend(frameon=False)
@@ -98,18 +119,20 @@ def draw_loss(evaluations, path):
     plt.close(figure)
 
 
-def write(results, failures):
-    """The results of all runs in the folder; failures {system: [lines]} of those that were tried now."""
-    runs = {system: [] for system in failures}
-    for checkpoint in sorted(results.glob("runs/*/ckpt.pt")):
-        system, seed = checkpoint.parent.name.rsplit("-", 1)
-        runs.setdefault(system, []).append(read_run(system, int(seed), checkpoint.parent))
+def write(results):
+    """The results of all runs in the folder."""
+    runs, failures = {}, {}
+    order = list(STYLES)
+    for folder in sorted(results.glob("runs/*"), key=lambda folder: (order.index(folder.name.partition("-")[0]), folder.name)):
+        system, seed = folder.name.rsplit("-", 1)
+        runs.setdefault(system, []).extend([read_run(system, int(seed), folder)] if (folder / "ckpt.pt").exists() else [])
+        failures.setdefault(system, []).extend(f"seed {seed}: {path.read_text()}" for path in folder.glob("failure.txt"))
     evaluations = [e for system in runs for run in runs[system] for e in run]
     results.mkdir(parents=True, exist_ok=True)
     (results / "evaluations.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
     head = ["system", "seeds", "bits per byte", "standard error over rows", "spread over seeds", "boundary rate",
             "training FLOPs", "minutes"]
-    lines = [head, ["---"] * len(head), *(summarize(system, runs[system], failures.get(system, [])) for system in runs)]
+    lines = [head, ["---"] * len(head), *(summarize(system, runs[system], failures[system]) for system in runs)]
     (results / "table.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
     if evaluations:
         draw_loss(evaluations, results / "loss")
@@ -119,19 +142,31 @@ def main(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--systems", default="learned,uniform,random,whitespace,gumbel,hnet,none")
     parser.add_argument("--seeds", type=int, default=1, help="how many, from 1337 on")
-    parser.add_argument("--bytes", type=float, default=train.DEFAULTS["training_bytes"], help="training bytes of a run")
+    parser.add_argument("--bytes", help="training bytes of a run; train.py's --training_bytes")
     parser.add_argument("--name", default="stdlib", help="of the folder of results")
+    parser.error = fail
     options, others = parser.parse_known_args(argv)
+    if options.seeds < 1:
+        fail(f"--seeds={options.seeds} is not positive")
     for system in options.systems.split(","):
-        name, _, window = system.partition("-w")
-        if name not in train.BOUNDARIES or window and not (name == "learned" and window.isdigit()):
-            sys.exit(f"compare.py: --systems={system!r} is none of {', '.join(train.BOUNDARIES)}, learned-w8, learned-w1, ...")
-    results, failures = RESULTS / options.name, {}
+        name, hyphen, window = system.partition("-w")
+        if name not in train.BOUNDARIES or hyphen and not (name == "learned" and window.isdigit()):
+            fail(f"--systems={system!r} is none of {', '.join(train.BOUNDARIES)}, learned-w8, learned-w1, ...")
+    others += [f"--training_bytes={options.bytes}"] if options.bytes else []
+    results, todo = RESULTS / options.name, []
     for seed in range(1337, 1337 + options.seeds):
         for system in options.systems.split(","):
-            failure = run(system, seed, results / "runs" / f"{system}-{seed}", [*others, f"--training_bytes={options.bytes:.0f}"])
-            failures.setdefault(system, []).extend([failure] if failure else [])
-            write(results, failures)
+            flags, wanted = hyperparameters(system, seed, others)
+            out_dir = results / "runs" / f"{system}-{seed}"
+            todo.append((flags, out_dir))
+            if (out_dir / "ckpt.pt").exists():
+                made = load_checkpoint(out_dir / "ckpt.pt")[1]["config"]
+                for key in wanted.keys() - {"out_dir", "resume", "device", "compile"}:
+                    if made[key] != wanted[key]:
+                        fail(f"{out_dir} was made with {key}={made[key]!r}, not {wanted[key]!r}; give another --name")
+    for flags, out_dir in todo:
+        run(flags, out_dir)
+        write(results)
     print((results / "table.md").read_text())
 
 

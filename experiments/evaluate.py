@@ -27,7 +27,8 @@ is scored in pieces of a row: all of its bytes count, and a piece sees what come
 only a last, shorter piece sees anything. Held-out rows longer than the model's are read like that, as train.py reads them.
 
 Boundaries are drawn with uniforms that depend on the item's number only, the same for all its choices. Results repeat, and
-other batch sizes or padding change them by rounding at most, which may turn a decision that is a near tie.
+other batch sizes or padding change them by rounding at most, which may turn a decision that is a near tie. BPE boundaries are
+those of the bytes read so far, which are not quite those of training: see systems.py.
 """
 import argparse
 import json
@@ -231,5 +232,7 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
+    except OSError as error:  # the vocabulary of BPE boundaries
+        fail(error)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
-from experiments.compare import RESULTS, STYLES, plt
+from experiments.compare import LINES, RESULTS, STYLES, plt
 from model import load_checkpoint
 from sample import as_html, characters, scored
 
@@ -34,16 +34,18 @@ def held_out_text(saved):
 
 
 def boundaries(path, text):
-    """(label, [(byte, a, p)]) of a checkpoint on the text; the label is the run's folder."""
+    """A checkpoint's label, the name of its system, its boundaries on the text, [(byte, a, p)], and its evaluations."""
     model, saved = load_checkpoint(path)
     torch.manual_seed(0)
-    options = argparse.Namespace(device="cpu")
-    return Path(path).resolve().parent.name, [step[:3] for step in scored(model, text or held_out_text(saved), options)]
+    steps = [step[:3] for step in scored(model, text or held_out_text(saved), argparse.Namespace(device="cpu"))]
+    records = [json.loads(line) for line in path.with_name("log.jsonl").read_text().splitlines()]
+    label = f"{path.resolve().parent.name}, target 1/{1 / model.config.downsample_rate_target:g}"
+    return label, model.config.boundaries, steps, [r for r in records if "val_entropy" in r]
 
 
 def draw_boundaries(systems, path):
     """One strip of text a system: the background is p of the character's last byte."""
-    strips = [(label, list(characters(steps))) for label, steps in systems]
+    strips = [(label, list(characters(steps))) for label, _, steps, _ in systems]
     lines = [-(-len(strip) // COLUMNS) + 1.5 for _, strip in strips]
     figure = plt.figure(figsize=(0.085 * COLUMNS, 0.19 * sum(lines)))
     axes = figure.add_axes((0, 0, 1, 1), xlim=(-1, COLUMNS + 1), ylim=(sum(lines), 0))
@@ -64,12 +66,14 @@ def draw_boundaries(systems, path):
     plt.close(figure)
 
 
-def draw_entropy(logs, path):
+def draw_entropy(systems, path):
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for label, records in logs.items():
-        colour, marker = STYLES[label.partition("-")[0]]
-        axes.plot([r["bytes"] / 1e6 for r in records], [r["val_entropy"] for r in records], color=colour, marker=marker,
-                  markersize=4, label=label)
+    drawn = []
+    for label, system, _, evaluations in systems:
+        colour, marker = STYLES[system]
+        axes.plot([r["bytes"] / 1e6 for r in evaluations], [r["val_entropy"] for r in evaluations], color=colour, marker=marker,
+                  markersize=4, linestyle=LINES[drawn.count(system) % len(LINES)], label=label)
+        drawn.append(system)
     axes.set(xlabel="training bytes (MB)", ylabel="entropy of a decision, nats", ylim=(0, None))
     axes.legend(frameon=False)
     axes.grid(alpha=0.2)
@@ -82,6 +86,7 @@ def main(argv):
     parser.add_argument("checkpoints", nargs="*", help="instead of all runs of the first seed")
     parser.add_argument("--name", default="stdlib", help="of the folder of results")
     parser.add_argument("--text", metavar="FILE", help="show the boundaries of this text; without it, of a held-out row")
+    parser.error = lambda message: sys.exit(f"figures.py: {message}")
     options = parser.parse_args(argv)
     results = RESULTS / options.name
     paths = [Path(path) for path in options.checkpoints] or sorted(results.glob("runs/*-1337/ckpt.pt"))
@@ -93,18 +98,14 @@ def main(argv):
     except (OSError, ValueError) as error:
         sys.exit(f"figures.py: {error}")
     results.mkdir(parents=True, exist_ok=True)
-    page = as_html([steps for _, steps in systems])
-    for label, _ in systems:  # a heading over each block
+    page = as_html([steps for _, _, steps, _ in systems])
+    for label, *_ in systems:  # a heading over each block
         page = page.replace("<pre>", f"<h3>{html.escape(label)}</h3>\n<pre >", 1)
     (results / "boundaries.html").write_text(page, encoding="utf-8")
     draw_boundaries(systems, results / "boundaries.png")
-    logs = {}
-    for path in paths:
-        records = [json.loads(line) for line in path.with_name("log.jsonl").read_text().splitlines()]
-        if path.parent.name.startswith(("learned", "gumbel", "hnet")):
-            logs[path.parent.name] = [r for r in records if "val_entropy" in r]
-    if logs:
-        draw_entropy(logs, results / "entropy")
+    probable = [system for system in systems if system[1] in ("learned", "gumbel", "hnet")]  # that have probabilities
+    if probable:
+        draw_entropy(probable, results / "entropy")
 
 
 if __name__ == "__main__":

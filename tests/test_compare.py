@@ -8,18 +8,22 @@ from model import load_checkpoint
 from train import flops_per_byte
 
 
-def test_a_comparison_has_a_row_for_every_system_the_failed_too_and_a_finished_run_is_not_repeated(data, tmp_path, monkeypatch):
+def test_a_comparison_has_a_row_for_every_system_the_failed_too_and_a_finished_run_is_not_repeated(
+        data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, "RESULTS", tmp_path)
-    flags = ["--systems=uniform,learned-w1,bpe", "--bytes=1024", "--name=x", *TINY, f"--data={data}"]
-    compare.main(flags)  # the data has no marks of BPE tokens
+    flags = ["--bytes=1024", "--name=x", *TINY, f"--data={data}"]
+    compare.main([*flags, "--systems=uniform,learned-w1,bpe"])  # the data has no marks of BPE tokens
     first = (tmp_path / "x/table.md").read_text()
-    compare.main(flags)
+    compare.main([*flags, "--systems=uniform"])
     assert (tmp_path / "x/table.md").read_text() == first
+    with pytest.raises(SystemExit):
+        compare.main([*flags, "--systems=uniform", "--gamma=0.5"])
+    assert "made with gamma=0.97, not 0.5" in capsys.readouterr().err
     rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in first.splitlines()]
-    assert [row[0] for row in rows[2:]] == ["uniform", "learned-w1", "bpe"] and "has no marks of BPE tokens" in rows[4][2]
+    assert [row[0] for row in rows[2:]] == ["learned-w1", "uniform", "bpe"] and "has no marks of BPE tokens" in rows[4][2]
     evaluations = [json.loads(line) for line in (tmp_path / "x/evaluations.jsonl").read_text().splitlines()]
     last = [e for e in evaluations if e["system"] == "uniform"][-1]
-    assert last["bytes"] == 1024 and f"{last['val_bpb']:.4f}" == rows[2][2]
+    assert last["bytes"] == 1024 and f"{last['val_bpb']:.4f}" == rows[3][2]
     model, saved = load_checkpoint(tmp_path / "x/runs/uniform-1337/ckpt.pt")
     assert last["flops"] == pytest.approx(1024 * flops_per_byte(model, 6 / 32))  # 6 tokens in a row of 32 bytes
     assert load_checkpoint(tmp_path / "x/runs/learned-w1-1337/ckpt.pt")[1]["config"]["policy_window"] == 1
