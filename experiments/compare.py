@@ -72,7 +72,7 @@ def read_run(system, seed, out_dir):
     model, saved = load_checkpoint(out_dir / "ckpt.pt")
     length = saved["config"]["training_bytes"]
     records = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
-    speed = statistics.median(r["bytes_per_second"] for r in records if "auto" in r)
+    speed = statistics.median([r["bytes_per_second"] for r in records if "auto" in r] or [math.nan])
     evaluations, flops, before = [], 0.0, 0
     for record in records:
         per_byte = train.flops_per_byte(model, record["rate" if "auto" in record else "val_rate"])
