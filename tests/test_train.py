@@ -72,6 +72,7 @@ def test_it_trains_in_16_bits(dtype, data, trained, tmp_path):
 
 def test_a_compiled_step_is_compiled_once_though_the_number_of_tokens_varies():
     from torch._dynamo.testing import CompileCounterWithBackend
+    torch._dynamo.reset()  # of what other tests compiled
     model, counter = small_model().train(), CompileCounterWithBackend("aot_eager")
     net, compiled = torch.compile(model, backend=counter), []
     for i, rate in enumerate([0.3, 0.1, 0.9, 0.5, 1.0, 0.0, 0.7]):
