@@ -5,10 +5,9 @@ Trains systems that place boundaries in different ways on the same rows and comp
     python experiments/compare.py --systems=learned-w8,learned-w1,gumbel --name=english --data=data/english config/x.py --gamma=0.99
 
 A system is a value of train.py's --boundaries; learned-w8 sets policy_window to 8. The configuration file and every other flag
-go to train.py. Runs that are there already are not repeated, stopped ones go on. Writes experiments/results/NAME/, of all runs
-that the folder holds: evaluations.jsonl, a line per evaluation; table.md; loss.png and loss.svg, bits per byte against training
-FLOPs.
-These are those of the paper's Figures 3 and 4: 6 per matrix parameter per byte or token, attention's products left out.
+go to train.py. Runs that are there already are not repeated, stopped ones go on. Writes experiments/results/NAME/, anew from all
+runs in it: evaluations.jsonl, a line per evaluation; table.md; loss.png and loss.svg, bits per byte against training FLOPs. FLOPs
+are those of the paper's Figures 3 and 4: 6 per matrix parameter per byte or token, attention's products left out.
 """
 import argparse
 import json

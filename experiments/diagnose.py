@@ -21,8 +21,14 @@ from model import load_checkpoint
 BATCHES = 150
 
 
-def signal(model, shards, autocast):
-    """An unbiased estimate of |E g|^2 over E |g|^2."""
+def share(g):
+    """|E g|^2 over E |g|^2 from samples g (n, d), the first estimated without bias: noise alone gives 0."""
+    n, square = len(g), g.square().sum(1).mean()
+    return ((g.mean(0).square().sum() * n - square) / (n - 1) / square).item()
+
+
+def policy_gradients(model, shards, autocast):
+    """L_pi's gradient on the policy's weights, of BATCHES batches of training rows (BATCHES, d)."""
     n, gradients = sum(map(len, shards[0])), []
     for k in range(BATCHES):
         x, y, _ = train.fetch(shards, np.random.default_rng(k).integers(0, n, train.batch_size))
@@ -30,9 +36,7 @@ def signal(model, shards, autocast):
             outputs = model(x)
         L_pi = train.losses(*outputs, y, train.gamma, train.downsample_rate_target)[2]
         gradients.append(torch.autograd.grad(L_pi, model.policy.weight)[0].flatten())
-    g = torch.stack(gradients)
-    square = g.square().sum(1).mean()
-    return ((g.mean(0).square().sum() * BATCHES - square) / (BATCHES - 1) / square).item()
+    return torch.stack(gradients)
 
 
 @torch.no_grad()
@@ -60,8 +64,8 @@ def main(argv):
     kind, precision = train.device_and_dtype("cpu", train.dtype)
     autocast = torch.autocast(kind, getattr(torch, precision), enabled=precision != "float32")
     torch.manual_seed(0)
-    share = signal(model.train(), train.open_rows("train"), autocast)
-    print(f"signal {share:.1%} of the squared gradient: {1 / share:.0f} steps until it equals the noise")
+    signal = share(policy_gradients(model.train(), train.open_rows("train"), autocast))
+    print(f"signal {signal:.1%} of the squared gradient: {1 / signal:.0f} steps until it equals the noise")
     for threshold in None, 0.5, 0.25:
         bits, rate = bits_per_byte(model.eval(), train.open_rows("val"), autocast, threshold)
         print(f"{'drawn' if threshold is None else f'p > {threshold}':10} {bits:.4f} bits per byte, rate {rate:.3f}")

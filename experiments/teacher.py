@@ -24,6 +24,8 @@ def main(argv):
         teacher, _ = load_checkpoint(argv[0])
     except (OSError, ValueError) as error:
         sys.exit(f"teacher.py: {error}")
+    if teacher.config.boundaries != "learned":
+        sys.exit(f"teacher.py: {argv[0]} has boundaries={teacher.config.boundaries!r}; name a checkpoint with learned ones")
     fetch = train.fetch
 
     @torch.no_grad()
