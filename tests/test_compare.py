@@ -49,6 +49,7 @@ def test_a_taught_model_reads_its_teachers_boundaries(data, trained, tmp_path, m
     """The teacher is made to end a token at every third byte."""
     monkeypatch.setattr(Model, "boundaries", lambda self, z, u: torch.arange(u.size(1)).expand_as(u) % 3 == 0)
     monkeypatch.setattr(train, "fetch", train.fetch)
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)  # Ctrl-C stays with the tests
     try:
         teacher.main([str(trained / "ckpt.pt"), *TINY, f"--data={data}", f"--out_dir={tmp_path}/out", "--training_bytes=512"])
     finally:
