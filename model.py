@@ -62,15 +62,15 @@ class RMSNorm(nn.Module):
         return (y * (1 + self.weight)).type_as(x)
 
 
-def rope(positions, head_dim):
-    """cos and sin of the rotary angles at byte positions (...): each (..., 1, head_dim / 2), to broadcast over heads."""
-    frequency = ROPE_BASE ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
-    angle = positions[..., None, None].float() * frequency
-    return angle.cos(), angle.sin()
+def rope(N, head_dim, device=None):
+    """cos and sin of the rotary angles at byte positions 0 .. N - 1: (2, N, 1, head_dim / 2), to broadcast over heads."""
+    frequency = ROPE_BASE ** (-torch.arange(0, head_dim, 2, device=device).float() / head_dim)
+    angle = torch.arange(N, device=device)[:, None, None] * frequency
+    return torch.stack((angle.cos(), angle.sin()))
 
 
 def rotate(x, cos, sin):
-    """Rotates the pairs (x_k, x_{k + head_dim/2}) of x (B, N, H, head_dim) by the angles that `rope` gives."""
+    """Rotates the pairs (x_k, x_{k + head_dim/2}) of x (B, N, H, head_dim) by angles of which cos and sin are given."""
     x1, x2 = x.float().chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
 
@@ -200,12 +200,20 @@ def select(z, index):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def next_byte_logits(x, head):
+    """Soft-capped logits (..., 257) in float32 of x (..., D)."""
+    weight = F.pad(head.weight, (0, 0, 0, 7))  # 264 columns: products of 257, odd, are slow on CPUs and tensor cores
+    return softcap(F.linear(x, weight)[..., :VOCAB_SIZE].float(), LOGIT_SOFTCAP)
+
+
 class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
         D, H, W = config.embedding_dim, config.num_heads, config.attention_window
         self.head_dim = D // H
+        # a table: torch.compile would compute every angle anew in each head and layer, forward and backward
+        self.register_buffer("rotation", rope(config.seq_len, self.head_dim), persistent=False)
         self.embedding = nn.Embedding(VOCAB_SIZE, D)
         self.down = nn.ModuleList(Block(D, H, D, W) for _ in range(config.n_down_layers))
         self.early_norm = RMSNorm(D)  # before the policy and the early head, as before the output head
@@ -223,15 +231,21 @@ class Model(nn.Module):
         self.early_head.load_state_dict(self.head.state_dict())
         nn.init.zeros_(self.policy.weight)  # p starts at the target everywhere
 
+    def reserve(self, N):
+        """Makes the rotary angles reach to position N - 1; training rows never need it."""
+        if N > self.rotation.size(1):
+            self.rotation = rope(N, self.head_dim, self.rotation.device)
+
     def run(self, blocks, x, positions, caches=None, step=None):
         """x (B, N, D) through the blocks; positions (N,) or (B, N) in bytes. Caches and step: see `generate`."""
-        cos, sin = rope(positions, self.head_dim)
+        cos, sin = self.rotation[:, positions]
         for i, block in enumerate(blocks):
             x = block(x, cos, sin, caches and caches[i], step)
         return x
 
     def encode(self, x, caches=None):
         """Bytes x (B, N) -> X (B, N, D); eq. 1."""
+        self.reserve(x.size(1))
         return self.run(self.down, self.embedding(x), torch.arange(x.size(1), device=x.device), caches)
 
     def read(self, X):
@@ -240,7 +254,7 @@ class Model(nn.Module):
         z_ij is what a_{i-j} = 1 adds to the decision's logit at i, and z_i0 what is always there (eq. 21-22).
         """
         X = self.early_norm(X)
-        early_logits = softcap(self.early_head(X).float(), LOGIT_SOFTCAP)  # eq. 14
+        early_logits = next_byte_logits(X, self.early_head)  # eq. 14
         target = self.config.downsample_rate_target
         with torch.autocast(X.device.type, enabled=False):
             z = self.policy(X.float()) / self.config.policy_scale  # W_j X_i of eq. 21, scaled by eq. 22
@@ -270,7 +284,7 @@ class Model(nn.Module):
 
     def logits(self, Y):
         """The output head: Y (B, N, D) after the last block -> logits (B, N, 257)."""
-        return softcap(self.head(self.norm(Y)).float(), LOGIT_SOFTCAP)
+        return next_byte_logits(self.norm(Y), self.head)
 
     def forward(self, x, a=None, u=None):
         """Bytes x (B, N), x_0 = <bos> -> logits, early_logits (B, N, 257), l (B, N), all float32, and a (B, N) bool.
@@ -300,6 +314,7 @@ class Model(nn.Module):
         a byte costs the byte layers once, and the middle once where a token ends.
         """
         config, (B, T) = self.config, x.shape
+        self.reserve(T + max_new_bytes)
         down, middle, up = ([Cache(block.attention.window) for block in blocks] for blocks in (self.down, self.middle, self.up))
 
         # the prompt in one parallel pass

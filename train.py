@@ -407,7 +407,7 @@ def main(argv):
     policy_weight, target_weight = (lambda_pi, lambda_target) if boundaries == "learned" else (0.0, 0.0)
     net = torch.compile(model) if compile and kind != "mps" and compiler_works(where) else model
     if world > 1:
-        net = DistributedDataParallel(net)
+        net = DistributedDataParallel(net, broadcast_buffers=False)  # the only one is a table
 
     # the log; what a killed run wrote after its last checkpoint is written again
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
