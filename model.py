@@ -280,10 +280,6 @@ class Model(nn.Module):
     def decode(self, Y, caches=None):
         """Y (B, N, D) -> next-byte logits (B, N, 257) in float32; eq. 6."""
         Y = self.run(self.up, Y, torch.arange(Y.size(1), device=Y.device), caches)
-        return self.logits(Y)
-
-    def logits(self, Y):
-        """The output head: Y (B, N, D) after the last block -> logits (B, N, 257)."""
         return next_byte_logits(self.norm(Y), self.head)
 
     def forward(self, x, a=None, u=None):
@@ -353,7 +349,8 @@ class Model(nn.Module):
             if len(rows) > 0:
                 current[rows] = self.run(self.middle, X[rows], position, middle, (rows, count[rows]))
                 count[rows] += 1
-            logits = self.logits(self.run(self.up, X + current, position, up, step))[:, 0]
+            Y = self.run(self.up, X + current, position, up, step)
+            logits = next_byte_logits(self.norm(Y), self.head)[:, 0]
             yield byte, a, p, -logp.gather(1, byte[:, None])[:, 0]
 
 

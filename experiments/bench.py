@@ -1,7 +1,7 @@
 """
 How fast the model is on this machine, against what the machine can do and against its rivals, all in one run.
 
-    python experiments/bench.py                  the quick run's model; eight minutes on two cores
+    python experiments/bench.py                  the quick run's model; eight to 25 minutes on two cores
     python experiments/bench.py --quick          uncompiled, fewer rounds, one minute
     python experiments/bench.py --quick --compile=True --config=config/aspect_ratio.py --batch_size=1
 
@@ -480,4 +480,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
     main(sys.argv[1:])

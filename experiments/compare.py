@@ -142,7 +142,7 @@ def main(argv):
     parser.add_argument("--systems", default="learned,uniform,random,whitespace,gumbel,hnet,none")
     parser.add_argument("--seeds", type=int, default=1, help="how many, from 1337 on")
     parser.add_argument("--bytes", help="training bytes of a run; train.py's --training_bytes")
-    parser.add_argument("--name", default="stdlib", help="of the folder of results")
+    parser.add_argument("--name", default="try", help="of the folder of results")
     parser.error = fail
     options, others = parser.parse_known_args(argv)
     if options.seeds < 1:

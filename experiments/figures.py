@@ -1,7 +1,7 @@
 """
 Draws what compare.py's runs learned, and any other checkpoints.
 
-    python experiments/figures.py --name=stdlib                            all runs of experiments/results/stdlib
+    python experiments/figures.py --name=try                               all runs of experiments/results/try
     python experiments/figures.py --name=rates out-2/ckpt.pt out-4/ckpt.pt out-6/ckpt.pt --text=FILE
 
 writes into experiments/results/NAME/
@@ -84,7 +84,7 @@ def draw_entropy(systems, path):
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("checkpoints", nargs="*", help="instead of all runs of the first seed")
-    parser.add_argument("--name", default="stdlib", help="of the folder of results")
+    parser.add_argument("--name", default="try", help="of the folder of results")
     parser.add_argument("--text", metavar="FILE", help="show the boundaries of this text; without it, of a held-out row")
     parser.error = lambda message: sys.exit(f"figures.py: {message}")
     options = parser.parse_args(argv)
