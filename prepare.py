@@ -66,7 +66,7 @@ def find_files(inputs, out_dir):
 def stdlib_files():
     """Sorted paths of the running Python's standard-library source."""
     root, others = Path(sysconfig.get_path("stdlib")), {"site-packages", "dist-packages"}
-    return sorted(str(p) for p in root.rglob("*.py") if not others & {*p.relative_to(root).parts})
+    return sorted(str(p) for p in root.rglob("*.py") if not p.is_symlink() and not others & {*p.relative_to(root).parts})
 
 
 def describe(files):
