@@ -232,9 +232,9 @@ class Model(nn.Module):
         nn.init.zeros_(self.policy.weight)  # p starts at the target everywhere
 
     def reserve(self, N):
-        """Makes the rotary angles reach to position N - 1; training rows never need it."""
+        """Makes the rotary angles reach at least to position N - 1; training rows never need it."""
         if N > self.rotation.size(1):
-            self.rotation = rope(N, self.head_dim, self.rotation.device)
+            self.rotation = rope(2 * N, self.head_dim, self.rotation.device)
 
     def run(self, blocks, x, positions, caches=None, step=None):
         """x (B, N, D) through the blocks; positions (N,) or (B, N) in bytes. Caches and step: see `generate`."""
@@ -310,7 +310,6 @@ class Model(nn.Module):
         a byte costs the byte layers once, and the middle once where a token ends.
         """
         config, (B, T) = self.config, x.shape
-        self.reserve(T + max_new_bytes)
         down, middle, up = ([Cache(block.attention.window) for block in blocks] for blocks in (self.down, self.middle, self.up))
 
         # the prompt in one parallel pass
@@ -330,6 +329,7 @@ class Model(nn.Module):
         current = select(tokens, count[:, None] - 1)  # (B, 1, D)
         history = F.pad(a, (config.policy_window, 0))[:, T:].flip(1).float()  # (B, w): a_{i-1} first
         for i in range(T, T + max_new_bytes):
+            self.reserve(i + 1)
             logp = logits.log_softmax(-1)
             logits[:, BOS] = -torch.inf  # not a byte
             if top_k is not None:

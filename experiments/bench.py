@@ -415,7 +415,7 @@ def bench_generation(h, rounds, batches):
     for batch in batches:
         for context in (512, 4096):
             x = F.pad(torch.randint(256, (batch, context - 1)), (1, 0), value=BOS).to(h["device"])
-            generator = model.generate(x, 10**4)
+            generator = model.generate(x, 10**9)
             for _ in range(context - 1):  # the prompt's
                 next(generator)
 

@@ -54,8 +54,10 @@ def bits_per_byte(model, shards, autocast, threshold):
 
 
 def main(argv):
+    if len(argv) != 1:
+        sys.exit("diagnose.py: no checkpoint; name one of train.py")
     try:
-        model, saved = load_checkpoint(argv[0] if argv else "out/ckpt.pt")
+        model, saved = load_checkpoint(argv[0])
     except (OSError, ValueError) as error:
         sys.exit(f"diagnose.py: {error}")
     if model.config.boundaries != "learned":
