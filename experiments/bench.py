@@ -2,7 +2,7 @@
 How fast the model is on this machine, against what the machine can do and against its rivals, all in one run.
 
     python experiments/bench.py                  the quick run's model; eight to 25 minutes on two cores
-    python experiments/bench.py --quick          uncompiled, fewer rounds, one minute
+    python experiments/bench.py --quick          uncompiled, fewer rounds, one to two minutes
     python experiments/bench.py --quick --compile=True --config=config/aspect_ratio.py --batch_size=1
 
 Every hyperparameter of train.py is a flag. --json=FILE writes the table. Every measured step lives in a process of its own
