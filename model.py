@@ -11,6 +11,7 @@ Read it top to bottom; the data flows the same way. `# eq. n` is the paper's equ
 
 B rows, N bytes in a row, M tokens in the row that has the most, D = embedding_dim. Position i predicts y_i = x_{i+1}.
 """
+import copy
 import math
 from dataclasses import dataclass
 
@@ -38,7 +39,8 @@ class ModelConfig:
     policy_window: int = 8  # w: earlier decisions that a decision sees
     policy_scale: float = 16.0  # S, eq. 22
     policy_softcap: float = 5.0  # eq. 23; the paper does not give it. 5 keeps p within 0.7% .. 99.3%: it never stops exploring
-    boundaries: str = "learned"  # or a rule of experiments/systems.py
+    early_exit: bool = True  # a head that predicts from X alone, eq. 14
+    boundaries: str = "learned"  # or a rule of experiments/systems.py, or the path of a checkpoint
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -218,7 +220,6 @@ class Model(nn.Module):
         self.down = nn.ModuleList(Block(D, H, D, W) for _ in range(config.n_down_layers))
         self.early_norm = RMSNorm(D)  # before the policy and the early head, as before the output head
         self.policy = nn.Linear(D, 1 + config.policy_window, bias=False)  # W_0 .. W_w, eq. 21
-        self.early_head = nn.Linear(D, VOCAB_SIZE, bias=False)  # W_early, eq. 14
         self.middle = nn.ModuleList(Block(D, H, 4 * D) for _ in range(config.n_mid_layers))
         self.up = nn.ModuleList(Block(D, H, D, W) for _ in range(config.n_up_layers))
         self.norm = RMSNorm(D)
@@ -228,7 +229,8 @@ class Model(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
         nn.init.normal_(self.head.weight, std=0.02)
-        self.early_head.load_state_dict(self.head.state_dict())
+        if config.early_exit:
+            self.early_head = copy.deepcopy(self.head)  # W_early, eq. 14
         nn.init.zeros_(self.policy.weight)  # p starts at the target everywhere
 
     def reserve(self, N):
@@ -249,12 +251,13 @@ class Model(nn.Module):
         return self.run(self.down, self.embedding(x), torch.arange(x.size(1), device=x.device), caches)
 
     def read(self, X):
-        """From X (B, N, D): next-byte logits (B, N, 257), eq. 14, and the policy's terms z (B, N, 1 + w), both float32.
+        """From X (B, N, D): next-byte logits (B, N, 257), eq. 14, or None without an early exit, and the policy's terms
+        z (B, N, 1 + w), both float32.
 
         z_ij is what a_{i-j} = 1 adds to the decision's logit at i, and z_i0 what is always there (eq. 21-22).
         """
         X = self.early_norm(X)
-        early_logits = next_byte_logits(X, self.early_head)  # eq. 14
+        early_logits = next_byte_logits(X, self.early_head) if self.config.early_exit else None  # eq. 14
         target = self.config.downsample_rate_target
         with torch.autocast(X.device.type, enabled=False):
             z = self.policy(X.float()) / self.config.policy_scale  # W_j X_i of eq. 21, scaled by eq. 22
@@ -262,19 +265,20 @@ class Model(nn.Module):
         return early_logits, z
 
     def boundaries(self, z, u):
-        """a (B, N) bool from uniforms u (B, N): a_i = [u_i < p_i], eq. 19-20; a_0 = 1."""
+        """a bool from uniforms u, both (B, N) or (K, B, N): a_i = [u_i < p_i], eq. 19-20; a_0 = 1."""
         threshold = torch.logit(u)  # u < sigmoid(l) where logit(u) < l, which spares the draw the sigmoid ...
         if self.training:  # ... and here the soft-cap
             c = self.config.policy_softcap
             threshold = c * torch.atanh((threshold / c).clamp(-1, 1))
-        threshold[:, 0] = -torch.inf  # <bos> is a token: every byte has one to read from
-        return draw(z, threshold)
+        threshold[..., 0] = -torch.inf  # <bos> is a token: every byte has one to read from
+        z = z.expand(*u.shape, -1)
+        return draw(z.flatten(0, -3), threshold.flatten(0, -2)).view_as(u)
 
     def boundary_logits(self, z, a):
-        """l (B, N) of the decisions a (B, N), each given those before it; eq. 21-23, all positions at once."""
-        l, N = z[..., 0], a.size(1)
+        """l of the decisions a, both (B, N) or (K, B, N), each given those before it; eq. 21-23, all positions at once."""
+        l, N = z[..., 0].expand(a.shape), a.size(-1)
         for j in range(1, z.size(-1)):
-            l = l + F.pad(a, (j, 0))[:, :N] * z[..., j]  # a_{i-j} W_j X_i, eq. 21
+            l = l + F.pad(a, (j, 0))[..., :N] * z[..., j]  # a_{i-j} W_j X_i, eq. 21
         return softcap(l, self.config.policy_softcap) if self.training else l  # eq. 23
 
     def decode(self, Y, caches=None):
@@ -282,11 +286,21 @@ class Model(nn.Module):
         Y = self.run(self.up, Y, torch.arange(Y.size(1), device=Y.device), caches)
         return next_byte_logits(self.norm(Y), self.head)
 
+    def predict(self, X, a):
+        """X (B, N, D) and boundaries a (B, N) bool -> next-byte logits (B, N, 257) in float32; eq. 3-9."""
+        positions, token = token_positions(a)
+        tokens = select(X, positions)  # X' (B, M, D); eq. 3, 7-8
+        tokens = self.run(self.middle, tokens, positions)  # Y' (B, M, D); eq. 4. RoPE turns a token by its byte's position
+        Y = X + select(tokens, token)  # (B, N, D); eq. 5, 9
+        return self.decode(Y)
+
     def forward(self, x, a=None, u=None):
         """Bytes x (B, N), x_0 = <bos> -> logits, early_logits (B, N, 257), l (B, N), all float32, and a (B, N) bool.
 
         Boundaries are drawn with the uniforms u (B, N) (fresh ones unless given), or are the a (B, N) bool that is
         given, with a[:, 0] True. No output at i depends on a byte or a decision after i.
+        With u or a (K, B, N), K draws of each row: l and a are (K, B, N), and logits is a list of K. The first draw
+        teaches all layers; the others have no gradient but that of l: they only tell the policy how good they were.
         """
         X = self.encode(x)
         early_logits, z = self.read(X)
@@ -294,11 +308,12 @@ class Model(nn.Module):
             with torch.no_grad():
                 a = self.boundaries(z, torch.rand(x.shape, device=x.device) if u is None else u)  # eq. 2
         l = self.boundary_logits(z, a)
-        positions, token = token_positions(a)
-        tokens = select(X, positions)  # X' (B, M, D); eq. 3, 7-8
-        tokens = self.run(self.middle, tokens, positions)  # Y' (B, M, D); eq. 4. RoPE turns a token by its byte's position
-        Y = X + select(tokens, token)  # (B, N, D); eq. 5, 9
-        return self.decode(Y), early_logits, l, a
+        if a.dim() == 2:
+            return self.predict(X, a), early_logits, l, a
+        logits = [self.predict(X, a[0])]
+        with torch.no_grad():
+            logits += [self.predict(X, other) for other in a[1:]]
+        return logits, early_logits, l, a
 
     @torch.no_grad()
     def generate(self, x, max_new_bytes, temperature=1.0, top_k=None):

@@ -52,10 +52,11 @@ policy_window = 1  # w, eq. 21: earlier decisions that a decision sees
 policy_scale = 1.5  # S, eq. 22: the smaller, the faster the policy learns
 policy_softcap = 5.0  # eq. 23: the decision's logit stays within +- this in training
 # loss
+num_draws = 1  # K, of each row's boundaries. 1: the paper's advantage, eq. 15-17. From 2 on: against the row's other draws
 gamma = 0.97  # discount of later rewards, eq. 16
 lambda_pi = 1e-3  # weight of the policy's loss, eq. 27
 lambda_target = 1e-2  # weight of the boundary rate's loss
-lambda_early = 1e-1  # weight of the early head's loss
+lambda_early = 1e-1  # weight of the early head's loss; 0: there is none, and R = log p
 # optimizer: AdamW
 training_bytes = 8_000_000  # length of the run
 effective_batch_size = 16  # rows in a step, over all processes and accumulation
@@ -100,30 +101,43 @@ def log_likelihood(logits, y):
 def discounted_return(R, gamma):
     """G_i = sum_k gamma^k R_{i+k}, eq. 16. Doubles the terms summed log2(N) times; no power of gamma is divided by."""
     G, reach = R, 1
-    while reach < R.size(1):
-        G = G + gamma**reach * F.pad(G[:, reach:], (0, reach))
+    while reach < R.size(-1):
+        G = G + gamma**reach * F.pad(G[..., reach:], (0, reach))
         reach *= 2
     return G
+
+
+def advantage(G):
+    """A (K, B, N): the return less what other draws had at the same position, which no decision of this draw can change."""
+    K = len(G)
+    if K == 1:
+        return G - batch_mean(G[0])  # eq. 17: the draws of other rows, and the row's own
+    return (G - G.mean(0)) * K / (K - 1)  # the row's other draws: G_k - mean of G_j, j != k
 
 
 def policy_loss(l, a, A):
     """L_pi, eq. 18: mean of -log pi(a_i) A_i. Position 0 is forced, not drawn: it has no term."""
     negative_log_pi = F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")
-    return (negative_log_pi * A)[:, 1:].sum() / l.numel()
+    return (negative_log_pi * A)[..., 1:].sum() / l.numel()
 
 
-def target_loss(l, target):
+def target_loss(l, target, mean_p):
     """L_tgt, eq. 24: pushes all logits alike, down when the mean probability is above the target, else up."""
-    return l.mean() * (batch_mean(l.detach().sigmoid().mean(1)) - target)
+    return l.mean() * (mean_p - target)
 
 
-def losses(logits, early_logits, l, a, y, gamma, target):
-    """L_auto, L_early, L_pi and L_tgt, eq. 15-18 and 24-26."""
-    logp, early_logp = log_likelihood(logits, y), log_likelihood(early_logits, y)
+def losses(logits, early_logits, l, a, y, gamma, target, mean_p=None):
+    """L_auto, L_early, L_pi and L_tgt, eq. 15-18 and 24-26, of one draw or of K, as Model.forward returned them. mean_p is that
+    of eq. 24, unless given the one of these rows, of all processes."""
+    if l.dim() == 2:
+        logits, l, a = [logits], l[None], a[None]
+    logp = torch.stack([log_likelihood(draw, y) for draw in logits])  # (K, B, N)
+    early_logp = log_likelihood(early_logits, y) if early_logits is not None else torch.zeros_like(logp[0])
     R = (logp - early_logp).detach()  # eq. 15
-    G = discounted_return(R, gamma)  # eq. 16
-    A = G - batch_mean(G)  # eq. 17
-    return -logp.mean(), -early_logp.mean(), policy_loss(l, a, A), target_loss(l, target)
+    A = advantage(discounted_return(R, gamma))  # eq. 16-17
+    if mean_p is None:
+        mean_p = batch_mean(l.detach().sigmoid().mean((0, 2)))
+    return -logp[0].mean(), -early_logp.mean(), policy_loss(l, a, A), target_loss(l, target, mean_p)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -179,10 +193,10 @@ def check():
     """One line for a combination of hyperparameters that cannot run."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     for key in ("seq_len", "embedding_dim", "num_heads", "attention_window", "policy_scale", "policy_softcap", "training_bytes",
-                "effective_batch_size", "batch_size", "learning_rate", "grad_clip", "log_interval", "eval_interval", "eval_rows"):
+                "num_draws", "effective_batch_size", "batch_size", "learning_rate", "grad_clip", "log_interval", "eval_interval", "eval_rows"):
         if globals()[key] <= 0:
             fail(f"{key}={globals()[key]} is not positive")
-    for key in ("n_down_layers", "n_mid_layers", "n_up_layers", "warmup_bytes", "policy_start_bytes", "weight_decay", "seed"):
+    for key in ("n_down_layers", "n_mid_layers", "n_up_layers", "warmup_bytes", "policy_start_bytes", "weight_decay", "lambda_early", "seed"):
         if globals()[key] < 0:
             fail(f"{key}={globals()[key]} is negative")
     if embedding_dim % (2 * num_heads):
@@ -191,6 +205,9 @@ def check():
         fail(f"effective_batch_size={effective_batch_size} is no multiple of batch_size={batch_size} times {world} processes")
     if not 0.5 < downsample_rate_target * seq_len < seq_len:
         fail(f"downsample_rate_target={downsample_rate_target} is not between 0 and 1, or gives a row of {seq_len} bytes no token")
+    if boundaries == "learned" and num_draws == 1 and batch_size * world == 1:
+        fail("num_draws=1 compares a row's draw with those of other rows (eq. 17), but batch_size=1 and one process leave none; "
+             "take --num_draws=2 or a larger batch_size")
     if boundaries == "bpe" and seq_len % 8:
         fail(f"seq_len={seq_len} is no multiple of 8, which --boundaries=bpe needs")
     if not 0 <= gamma <= 1:
@@ -268,6 +285,12 @@ def inputs_and_targets(rows):
     return F.pad(y[:, :-1], (1, 0), value=BOS), y
 
 
+def uniforms(seed, first, shape):
+    """What decides the draws of a step that reads the rows from number `first` on: (K, B, N) in [0, 1), float32. All of the step's,
+    whatever part of them a process or a forward pass works on, so that the draws do not depend on how a step is cut."""
+    return torch.from_numpy(np.random.default_rng([seed, 1, first]).random(shape, np.float32))
+
+
 def learning_rate_at(bytes_seen):
     """Linear warm-up, then a cosine down to 0; by bytes."""
     if bytes_seen < warmup_bytes:
@@ -291,19 +314,33 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L
 # Evaluation and the loop.
 
 SHOWN = 160  # bytes of a validation row that are printed
-LETTERS = torch.tensor([chr(b).isalnum() and b < 128 for b in range(BOS)] + [False])
+LETTERS = torch.tensor([chr(b).isalnum() or b > 127 for b in range(BOS)] + [False])  # a byte beyond ASCII is part of a letter, mostly
+
+
+def where_tokens_end(x, a):
+    """Of the boundaries a (B, N) bool in the bytes x (B, N), <bos>'s left out: the shares that lie on a word's last letter, between
+    words, and on a word's first letter (those of one letter included); the rest lies inside words. A word is letters and digits.
+    And the mean and standard deviation of the tokens' lengths in bytes."""
+    letter = LETTERS.to(x.device)[x]
+    previous, following = F.pad(letter, (1, 0))[:, :-1], F.pad(letter, (0, 1))[:, 1:]
+    ends = a[:, 1:].sum()
+    shares = {name: ((a & kind)[:, 1:].sum() / ends).item() for name, kind in (
+        ("ends_before", letter & previous & ~following), ("ends_between", ~letter), ("ends_after", letter & ~previous))}
+    row, position = a.nonzero(as_tuple=True)
+    length = position.diff()[row.diff() == 0].float()
+    return shares | {"token_length": length.mean().item(), "token_length_std": length.std().item()}
 
 
 @torch.no_grad()
 def evaluate(model, shards, autocast):
     """On fixed validation rows with fixed uniforms: bits per byte of the model and its standard error over rows, bits per
-    byte of the early head, the boundary rate, the decisions' entropy (mean -log pi(a_i), nats), and the contrast: the mean p
-    on bytes that are no letters or digits over the mean p on letters and digits. Also the first row's bytes, boundaries and
-    p, to look at."""
+    byte of the early head if there is one, the boundary rate, the decisions' entropy (mean -log pi(a_i), nats), the contrast:
+    the mean p on bytes that are no letters or digits over the mean p on letters and digits; and `where_tokens_end`. Also the
+    first row's bytes, boundaries and p, to look at."""
     n, where = sum(map(len, shards[0])), model.embedding.weight.device
     rows = np.linspace(0, n - 1, min(eval_rows, n)).astype(int)
     generator = torch.Generator().manual_seed(0)
-    bits, early_bits, chosen, entropy, letter, other = [], [], [], [], [], []
+    outputs = []  # x, a, p, bits of model and early head, and entropy, of each part
     model.eval()
     for some in np.split(rows, range(batch_size, len(rows), batch_size)):
         x, y, a = fetch(shards, some)
@@ -311,21 +348,29 @@ def evaluate(model, shards, autocast):
         x, y, a, u = (z if z is None else z.to(where) for z in (x, y, a, u))
         with autocast:
             logits, early_logits, l, a = model(x, a, u)
-        p, is_letter = l.sigmoid(), LETTERS.to(where)[x]
-        bits.append(-log_likelihood(logits, y).mean(1) / math.log(2))
-        early_bits.append(-log_likelihood(early_logits, y).flatten() / math.log(2))
-        chosen.append(a.float().flatten())
-        entropy.append(F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")[:, 1:].flatten())
-        letter.append(p[is_letter])
-        other.append(p[~is_letter & (x != BOS)])
-        if len(bits) == 1:
-            line = list(zip(*(z[0, 1:SHOWN].tolist() for z in (x, a, p))))
+        bits, early_bits = (None if z is None else -log_likelihood(z, y) / math.log(2) for z in (logits, early_logits))
+        entropy = F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")[:, 1:]
+        outputs.append((x, a.bool(), l.sigmoid(), bits, early_bits, entropy))
     model.train()
-    stderr = torch.cat(bits).std().item() / math.sqrt(len(rows))
-    bits, early_bits, chosen, entropy, letter, other = (
-        torch.cat(z).mean().item() for z in (bits, early_bits, chosen, entropy, letter, other))
-    return {"val_bpb": bits, "val_stderr": stderr, "val_early_bpb": early_bits, "val_rate": chosen, "val_entropy": entropy,
-            "contrast": other / letter}, line
+    x, a, p, bits, early_bits, entropy = (None if z[0] is None else torch.cat(z) for z in zip(*outputs))
+    letter = LETTERS.to(where)[x]
+    results = {"val_bpb": bits.mean(), "val_stderr": bits.mean(1).std() / math.sqrt(len(rows)), "val_rate": a.float().mean(),
+               "val_entropy": entropy.mean(), "contrast": p[~letter & (x != BOS)].mean() / p[letter].mean()}
+    if early_bits is not None:
+        results["val_early_bpb"] = early_bits.mean()
+    line = list(zip(*(z[0, 1:SHOWN].tolist() for z in (x, a, p))))
+    return {name: value.item() for name, value in results.items()} | where_tokens_end(x, a), line
+
+
+@torch.no_grad()
+def mean_probability(model, passes, autocast):
+    """Eq. 24's mean of p over all rows of a step that is cut into passes: encoder and draw once more, before the first of them."""
+    means = []
+    for x, _, _, u in passes:
+        with autocast:
+            z = model.read(model.encode(x))[1]
+        means.append(model.boundary_logits(z, model.boundaries(z, u)).sigmoid().mean())
+    return batch_mean(torch.stack(means))
 
 
 def compiler_works(where):
@@ -336,6 +381,12 @@ def compiler_works(where):
         print(f"torch.compile does not work here ({type(error).__name__}): the model runs uncompiled", file=sys.stderr)
         return False
     return True
+
+
+def model_config_of(config):
+    """What hyperparameters say of the model, as ModelConfig's arguments."""
+    values = config | {"early_exit": config["lambda_early"] > 0}
+    return {field.name: values[field.name] for field in fields(ModelConfig)}
 
 
 def main(argv):
@@ -352,7 +403,7 @@ def main(argv):
     globals().update(DEFAULTS | chosen)
     check()
     config = {key: globals()[key] for key in DEFAULTS}
-    model_config = {field.name: config[field.name] for field in fields(ModelConfig)}
+    model_config = model_config_of(config)
     if saved and model_config != saved["model_config"]:
         fail(f"{checkpoint} holds another model: {saved['model_config']}")
 
@@ -393,18 +444,14 @@ def main(argv):
               {"params": [policy], "weight_decay": weight_decay}]
     optimizer = torch.optim.AdamW(groups, learning_rate, fused=True)  # betas 0.9, 0.999 as in the paper
     scaler = torch.amp.GradScaler(kind, enabled=precision == "float16")
-    torch.manual_seed(seed + rank)  # every process draws its own boundaries
     step, rows_seen = 0, 0
     if saved:
         step, rows_seen = saved["step"], saved["rows_seen"]
         optimizer.load_state_dict(saved["optimizer"] | {"param_groups": optimizer.state_dict()["param_groups"]})  # flags count
         if saved["scaler"]:
             scaler.load_state_dict(saved["scaler"])
-        if len(saved["rng"]) == world:
-            torch.set_rng_state(saved["rng"][rank])
-        else:
-            torch.manual_seed(seed + rank + step)
-    policy_weight, target_weight = (lambda_pi, lambda_target) if boundaries == "learned" else (0.0, 0.0)
+    learned = boundaries == "learned"
+    policy_weight, target_weight, K = (lambda_pi, lambda_target, num_draws) if learned else (0.0, 0.0, 1)
     net = torch.compile(model) if compile and kind != "mps" and compiler_works(where) else model
     if world > 1:
         net = DistributedDataParallel(net, broadcast_buffers=False)  # the only one is a table
@@ -424,14 +471,9 @@ def main(argv):
                 file.write(json.dumps(record) + "\n")
 
     def save():
-        rng = [torch.get_rng_state()]
-        if world > 1:
-            rng = [None] * world
-            dist.all_gather_object(rng, torch.get_rng_state())
         if rank == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
-                     "rng": rng, "step": step, "rows_seen": rows_seen, "config": config,
-                     "model_config": model_config}
+                     "step": step, "rows_seen": rows_seen, "config": config, "model_config": model_config}
             torch.save(state, checkpoint.with_suffix(".part"))
             os.replace(checkpoint.with_suffix(".part"), checkpoint)
 
@@ -440,6 +482,8 @@ def main(argv):
     signal.signal(signal.SIGTERM, lambda *_: asked.append(True))  # what torchrun passes on
 
     say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {kind} {precision}, {n_rows} rows of {seq_len} bytes")
+    if learned and K == 1 and accumulation > 1:
+        say(f"num_draws=1: eq. 17 averages over {batch_size * world} of a step's {effective_batch_size} rows")
     peak = None
     if kind == "cuda" and precision != "float32":
         peak = next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)
@@ -447,6 +491,7 @@ def main(argv):
     finished, stopping = rows_seen * seq_len >= training_bytes, False
     while not finished and not stopping:
         rows = shuffled(rows_seen, effective_batch_size, n_rows)[rank::world]
+        draws = uniforms(seed, rows_seen, (K, effective_batch_size, seq_len))[:, rank::world]
         held = rows_seen * seq_len < policy_start_bytes
         step, rows_seen = step + 1, rows_seen + effective_batch_size
         bytes_seen = rows_seen * seq_len
@@ -455,18 +500,19 @@ def main(argv):
             group["lr"] = learning_rate_at(bytes_seen)
         if held:
             optimizer.param_groups[-1]["lr"] = 0.0
+        passes = []  # x, y, a, u of each
+        for part in (slice(i, i + batch_size) for i in range(0, len(rows), batch_size)):
+            batch = *fetch(train_shards, rows[part]), draws[:, part].squeeze(0)
+            passes.append([z if z is None else z.to(where) for z in batch])
+        mean_p = mean_probability(model, passes, autocast) if learned and accumulation > 1 else None
         terms = torch.zeros(5, device=where)
-        for i in range(accumulation):
-            x, y, a = fetch(train_shards, rows[i * batch_size : (i + 1) * batch_size])
-            u = torch.rand(x.shape)  # on the CPU: the same draws on every device, and one state to save
-            x, y, a, u = (z if z is None else z.to(where) for z in (x, y, a, u))
-            last = i == accumulation - 1
-            with nullcontext() if world == 1 or last else net.no_sync():
+        for x, y, a, u in passes:
+            with nullcontext() if world == 1 or x is passes[-1][0] else net.no_sync():
                 with autocast:
                     logits, early_logits, l, a = net(x, a, u)
-                L_auto, L_early, L_pi, L_tgt = losses(logits, early_logits, l, a, y, gamma, downsample_rate_target)
+                L_auto, L_early, L_pi, L_tgt = losses(logits, early_logits, l, a, y, gamma, downsample_rate_target, mean_p)
                 L = L_auto + policy_weight * L_pi + target_weight * L_tgt + lambda_early * L_early  # eq. 27
-                if boundaries != "learned":
+                if not learned:
                     L = L + model.boundary_loss(l, a)
                 scaler.scale(L / accumulation).backward()
             terms += torch.stack((L_auto, L_early, L_pi, L_tgt, a.float().mean())).detach() / accumulation
@@ -483,11 +529,12 @@ def main(argv):
             last_bytes, last_time = bytes_seen, now
             used = speed * flops_per_byte(model, rate) / (world * peak) if peak else None
             left = max(training_bytes - bytes_seen, 0) / speed
+            entropy = policy_loss(l, a, torch.ones(())).item()  # of the last pass: mean -log pi(a_i)
             say(f"step {step} {bytes_seen / 1e6:.2f} MB | auto {L_auto:.4f} early {L_early:.4f} pi {L_pi:+.4f} target {L_tgt:+.4f}"
                 f" | {L_auto / math.log(2):.3f} bits/byte rate {rate:.3f} | norm {grad_norm:.2f} | {speed / 1e3:.1f} kB/s"
                 + (f" {used:.0%} MFU" if peak else "") + f" | {left / 60:.0f} min left")
             log({"step": step, "bytes": bytes_seen, "auto": L_auto, "early": L_early, "pi": L_pi, "target": L_tgt,
-                 "bpb": L_auto / math.log(2), "rate": rate, "grad_norm": grad_norm.item(), "lr": optimizer.param_groups[0]["lr"],
+                 "bpb": L_auto / math.log(2), "rate": rate, "entropy": entropy, "grad_norm": grad_norm.item(), "lr": optimizer.param_groups[0]["lr"],
                  "bytes_per_second": speed, "mfu": used, "seconds_left": left})
         stopping = bool(asked)
         if world > 1:  # all processes stop at the same step
@@ -498,8 +545,10 @@ def main(argv):
         if due and rank == 0:
             started = time.perf_counter()
             results, line = evaluate(model, val_shards, autocast)
-            print(f"step {step} validation: {results['val_bpb']:.4f} bits/byte, early exit {results['val_early_bpb']:.4f}, "
-                  f"rate {results['val_rate']:.3f}, p off letters / on letters {results['contrast']:.2f}")
+            print(f"step {step} validation: {results['val_bpb']:.4f} bits/byte, rate {results['val_rate']:.3f}, "
+                  f"p off letters / on letters {results['contrast']:.2f}, tokens end on a word's last letter "
+                  f"{results['ends_before']:.0%}, between words {results['ends_between']:.0%}, on a first letter "
+                  f"{results['ends_after']:.0%}; {results['token_length']:.1f} +- {results['token_length_std']:.1f} bytes each")
             print("".join(as_terminal(line, sys.stdout.isatty() and "NO_COLOR" not in os.environ)))
             log({"step": step, "bytes": bytes_seen} | results)
             last_time += time.perf_counter() - started
