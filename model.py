@@ -14,6 +14,7 @@ B rows, N bytes in a row, M tokens in the row that has the most, D = embedding_d
 import copy
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -400,8 +401,8 @@ def make_model(config):
     """A new model: one that learns its boundaries, or one that they are compared with."""
     if config.boundaries == "learned":
         return Model(config)
-    from experiments.systems import SYSTEMS
-    return SYSTEMS[config.boundaries](config)
+    from experiments.systems import SYSTEMS, Taught
+    return SYSTEMS.get(config.boundaries, Taught)(config)
 
 
 def load_checkpoint(path):
@@ -409,12 +410,14 @@ def load_checkpoint(path):
 
     Raises FileNotFoundError, or ValueError if the file is no such checkpoint.
     """
+    if not Path(path).exists():
+        raise FileNotFoundError(f"no checkpoint {path}; train.py makes one")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         model = make_model(ModelConfig(**saved["model_config"]))
         model.load_state_dict(saved["model"])
-    except FileNotFoundError:
-        raise FileNotFoundError(f"no checkpoint {path}; train.py makes one") from None
+    except FileNotFoundError:  # that of the model whose boundaries this one takes
+        raise
     except Exception as error:  # torch.load raises whatever the bytes made it stumble over
         raise ValueError(f"{path} is no checkpoint of train.py ({type(error).__name__})") from None
     return model.eval(), saved

@@ -46,7 +46,7 @@ n_mid_layers = 4  # token layers
 n_up_layers = 1  # byte layers that predict
 attention_window = 8  # bytes that a byte layer sees
 # boundaries
-boundaries = "learned"  # or, to compare with, one of BOUNDARIES below: see experiments/systems.py
+boundaries = "learned"  # or, to compare with, one of BOUNDARIES below, or another run's ckpt.pt: see experiments/systems.py
 downsample_rate_target = 1 / 5  # tokens per byte
 policy_window = 1  # w, eq. 21: earlier decisions that a decision sees
 policy_scale = 1.5  # S, eq. 22: the smaller, the faster the policy learns
@@ -214,7 +214,9 @@ def check():
         fail(f"gamma={gamma} is not within 0 and 1")
     if not 0 <= policy_window <= 12:
         fail(f"policy_window={policy_window} is not within 0 and 12: the draw costs 2^policy_window a byte")
-    for key, allowed in (("boundaries", BOUNDARIES), ("device", ("auto", "cpu", "cuda", "mps")),
+    if boundaries not in BOUNDARIES and not boundaries.endswith(".pt"):
+        fail(f"boundaries={boundaries!r} is none of {', '.join(BOUNDARIES)}, nor the path of a checkpoint, which ends in .pt")
+    for key, allowed in (("device", ("auto", "cpu", "cuda", "mps")),
                          ("dtype", ("auto", "float32", "bfloat16", "float16"))):
         if globals()[key] not in allowed:
             fail(f"{key}={globals()[key]!r} is none of {', '.join(allowed)}")
@@ -322,7 +324,7 @@ def where_tokens_end(x, a):
     words, and on a word's first letter (those of one letter included); the rest lies inside words. A word is letters and digits.
     And the mean and standard deviation of the tokens' lengths in bytes."""
     letter = LETTERS.to(x.device)[x]
-    previous, following = F.pad(letter, (1, 0))[:, :-1], F.pad(letter, (0, 1))[:, 1:]
+    previous, following = F.pad(letter, (1, 0))[:, :-1], F.pad(letter, (0, 1), value=True)[:, 1:]
     ends = a[:, 1:].sum()
     shares = {name: ((a & kind)[:, 1:].sum() / ends).item() for name, kind in (
         ("ends_before", letter & previous & ~following), ("ends_between", ~letter), ("ends_after", letter & ~previous))}
@@ -435,7 +437,10 @@ def main(argv):
     # model and optimizer
     torch.manual_seed(seed)
     if not saved:
-        model = make_model(ModelConfig(**model_config))
+        try:
+            model = make_model(ModelConfig(**model_config))
+        except (OSError, ValueError) as error:
+            fail(f"boundaries={boundaries!r}: {error}")
     model = model.to(where).train()
     policy = model.policy.weight
     matrices = [p for p in model.parameters() if p.dim() == 2 and p is not policy]

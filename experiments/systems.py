@@ -12,6 +12,8 @@ x_0 .. x_i, and a_i = 1 gives it the token that ends there.
     none        every byte a token
     gumbel      Nawrot et al., arXiv 2211.09761
     hnet        Hwang et al., one stage, arXiv 2507.07955
+    PATH.pt     those that a finished model of any system draws, from the first byte on: what is left of the distance between two
+                systems is not where their boundaries are; against the model itself, what it lost before they were good
 """
 import codecs
 import math
@@ -21,7 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import prepare
-from model import BOS, Model, select, token_positions
+from model import BOS, Model, load_checkpoint, select, token_positions
 
 TEMPERATURE = 0.5  # of gumbel's relaxed Bernoulli
 RATIO_WEIGHT = 0.03  # of hnet's ratio loss
@@ -114,6 +116,17 @@ class BPE(Fixed):
 class Nothing(Fixed):
     def rule(self, x, u):
         return torch.ones_like(x, dtype=torch.bool)
+
+
+class Taught(Fixed):
+    def __init__(self, config):
+        super().__init__(config)
+        self.teacher = (load_checkpoint(config.boundaries)[0],)  # in a tuple: its weights are not this model's
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def rule(self, x, u):
+        return self.teacher[0].to(x.device)(x, u=u)[3] > 0.5
 
 
 def mean_pool(X, a, M):

@@ -25,7 +25,7 @@ def test_the_discounted_return_of_a_long_row_stays_finite(gamma):
 @pytest.mark.parametrize("start, direction", [(0.4, -1), (0.05, 1)])
 def test_the_target_loss_pushes_the_rate_to_the_target(start, direction):
     l = torch.full((2, 8), start).logit().requires_grad_()
-    train.target_loss(l, 0.2).backward()
+    train.target_loss(l, 0.2, l.detach().sigmoid().mean()).backward()
     assert torch.equal((-l.grad).sign(), torch.full((2, 8), float(direction)))
     torch.testing.assert_close(l.grad, l.grad[0, 0].expand(2, 8))  # even pressure on all logits
 
@@ -92,6 +92,24 @@ def test_the_estimators_mean_is_the_gradient_of_the_expected_loss(baseline):
         for i in range(16):
             G = train.discounted_return(R[i : i + 1].detach(), 1.0)
             estimate = estimate + pi[i].detach() * train.policy_loss(l[i : i + 1], a[i : i + 1], G)
+    torch.testing.assert_close(gradient(model, estimate), policy_part, atol=2e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("K", [2, 3])
+def test_with_k_draws_of_a_row_the_estimators_mean_is_the_whole_gradient(K):
+    """Over all 16^K draws; one row is enough, and no factor (B - 1) / B is left."""
+    model = small_model(early_exit=False).train()
+    logits, early_logits, l, a, y, log_pi = everything(model)
+    assert early_logits is None
+    pi, loss = log_pi.exp(), -train.log_likelihood(logits, y).mean(1)
+    policy_part = gradient(model, (pi * loss.detach()).sum())
+    estimate = 0
+    for draws in itertools.product(range(16), repeat=K):
+        some = list(draws)
+        L_auto, _, L_pi, _ = train.losses(logits[some, None], None, l[some, None], a[some, None], y[:1], gamma=1.0, target=0.2)
+        torch.testing.assert_close(L_auto, loss[some[0]])  # the first draw teaches the language model
+        estimate = estimate + pi[some].detach().prod() * L_pi
+    assert policy_part.norm() > 1e-3
     torch.testing.assert_close(gradient(model, estimate), policy_part, atol=2e-6, rtol=1e-3)
 
 

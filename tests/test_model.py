@@ -194,6 +194,16 @@ def test_no_output_depends_on_a_later_byte_or_decision():
     assert not torch.allclose(given[0][:, at], given_other[0][:, at])
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_k_draws_of_a_row_are_k_passes_of_which_the_first_has_the_gradient(training):
+    model, x, u = small_model().train(training), some_bytes(2, 40), torch.rand(3, 2, 40)
+    logits, early_logits, l, a = model(x, u=u)
+    for k in range(3):
+        for together, alone in zip((logits[k], early_logits, l[k], a[k]), model(x, u=u[k])):
+            torch.testing.assert_close(together, alone)
+    assert not torch.equal(a[0], a[1]) and [z.requires_grad for z in (*logits, l)] == [True, False, False, True]
+
+
 @pytest.mark.parametrize("w, prompt", [(3, 1), (0, 30), (1, 5), (3, 11)])
 def test_cached_generation_is_the_full_pass(w, prompt):
     model = small_model(policy_window=w).eval()

@@ -11,15 +11,16 @@ import torch.multiprocessing as mp
 
 import train
 from conftest import ROOT, TINY, run
-from model import Model, ModelConfig
+from model import BOS, Model, ModelConfig
 from test_model import small_model, some_bytes
 
 
 @pytest.fixture(autouse=True)
 def defaults():
-    """Hyperparameters are globals of train.py; a test that sets some leaves none behind."""
+    """Hyperparameters are globals of train.py; a test that sets some, or trains, leaves nothing behind."""
     yield
     vars(train).update(train.DEFAULTS)
+    torch.use_deterministic_algorithms(False)
 
 
 def gradients(rows):
@@ -50,18 +51,26 @@ def test_two_processes_give_the_gradient_of_one_with_twice_the_batch(tmp_path):
         torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-4)
 
 
-def test_torchrun_with_accumulation_takes_the_steps_of_one_process(data, tmp_path):
-    """Two processes and two passes each, against one process that reads the four rows at once."""
-    flags = [*TINY, f"--data={data}", "--boundaries=uniform", f"--training_bytes={5 * 4 * 32}"]
-    run("train.py", *flags, f"--out_dir={tmp_path}/one")
+def test_a_step_does_not_depend_on_how_its_rows_are_cut(data, tmp_path):
+    """8 rows at once, 4 + 4, 8 times 1, and 2 processes with 2 passes each that are stopped and resumed: after four steps at a rate
+    that matters the policy has moved, and the gradients' running means are the same."""
+    flags = [*TINY, f"--data={data}", f"--training_bytes={4 * 8 * 32}", "--effective_batch_size=8", "--num_draws=2", "--lambda_early=0",
+             "--lambda_pi=1", "--lambda_target=1", "--policy_start_bytes=0", "--learning_rate=2e-2",
+             f"--warmup_bytes={4 * 8 * 32}"]  # the cosine of a run cut short would be another
+    for rows in 8, 4, 1:
+        train.main([*flags, f"--batch_size={rows}", f"--out_dir={tmp_path}/{rows}"])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
-    for more in ["--training_bytes=384"], ["--resume=True"]:
-        subprocess.run([*torchrun, *flags, "--batch_size=1", f"--out_dir={tmp_path}/two", *more], check=True, cwd=ROOT)
-    one, two = (torch.load(tmp_path / name / "ckpt.pt") for name in ("one", "two"))
-    assert one["step"] == two["step"] == 5 and len(two["rng"]) == 2
-    for key in one["model"]:
-        torch.testing.assert_close(one["model"][key], two["model"][key], atol=1e-4, rtol=1e-3)
-    assert [r["step"] for r in log_of(tmp_path / "two") if "auto" in r] == [1, 2, 3, 4, 5]
+    for more in [f"--training_bytes={2 * 8 * 32}"], ["--resume=True"]:
+        subprocess.run([*torchrun, *flags, "--batch_size=2", f"--out_dir={tmp_path}/two", *more], check=True, cwd=ROOT)
+    whole, *others = (torch.load(tmp_path / name / "ckpt.pt") for name in ("8", "4", "1", "two"))
+    assert whole["model"]["policy.weight"].abs().mean() > 5e-3 and "early_head.weight" not in whole["model"]
+    for other in others:
+        assert other["step"] == 4
+        for i, state in whole["optimizer"]["state"].items():
+            expected = state["exp_avg"]
+            error = (other["optimizer"]["state"][i]["exp_avg"] - expected).norm() / expected.norm()
+            assert error < 1e-3, (i, error)
+    assert [r["step"] for r in log_of(tmp_path / "two") if "auto" in r] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -70,17 +79,19 @@ def test_it_trains_in_16_bits(dtype, data, trained, tmp_path):
     assert log_of(tmp_path)[-1]["val_bpb"] == pytest.approx(log_of(trained)[-1]["val_bpb"], abs=0.1)
 
 
-def test_a_compiled_step_is_compiled_once_though_the_number_of_tokens_varies():
+@pytest.mark.parametrize("shape", [(2, 64), (2, 2, 64)])
+def test_a_compiled_step_is_compiled_once_though_the_number_of_tokens_varies(shape):
     from torch._dynamo.testing import CompileCounterWithBackend
     torch._dynamo.reset()  # of what other tests compiled
     model, counter = small_model().train(), CompileCounterWithBackend("aot_eager")
     net, compiled = torch.compile(model, backend=counter), []
     for i, rate in enumerate([0.3, 0.1, 0.9, 0.5, 1.0, 0.0, 0.7]):
-        a = torch.rand(2, 64, generator=torch.Generator().manual_seed(i)) < rate
-        a[:, 0] = True
+        a = torch.rand(shape, generator=torch.Generator().manual_seed(i)) < rate
+        a[..., 0] = True
         outputs, expected = net(some_bytes(2, 64), a), model(some_bytes(2, 64), a)
-        outputs[0].sum().backward()
-        torch.testing.assert_close(outputs[0], expected[0], atol=1e-4, rtol=1e-4)
+        (outputs[0][0].sum() + outputs[2].sum()).backward()
+        for one, other in zip(outputs[0], expected[0]):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
         compiled.append(counter.frame_count)
     assert compiled[0] == compiled[-1] > 0
 
@@ -120,6 +131,13 @@ def test_every_epoch_reads_every_row_once_in_its_own_order():
     assert list(train.shuffled(7, 9, 10)) == list(rows[7:16])
 
 
+def test_where_tokens_end_is_counted_against_words():
+    x = torch.tensor([[BOS, *"It is ö ".encode()]])
+    a = torch.tensor([[i in (0, 2, 3, 4, 7) for i in range(x.size(1))]])  # <bos>, t, the space, i and the first half of ö
+    assert train.where_tokens_end(x, a) == pytest.approx(
+        {"ends_before": 1 / 4, "ends_between": 1 / 4, "ends_after": 2 / 4, "token_length": 7 / 4, "token_length_std": (2.75 / 3) ** 0.5})
+
+
 def test_flags_override_the_file_and_the_file_the_defaults(tmp_path):
     config = tmp_path / "config.py"
     config.write_text("gamma = 0.5\nwarmup_bytes = 5\ndownsample_rate_target = 1 / 4\n")
@@ -155,6 +173,9 @@ def test_the_papers_configurations_have_the_papers_sizes_and_values(name, flags,
     (["--gamma=1.5"], "gamma=1.5"),
     (["--embedding_dim=128", "--num_heads=3"], "embedding_dim=128"),
     (["--batch_size=16", "--effective_batch_size=24"], "effective_batch_size=24"),
+    (["--batch_size=1"], "num_draws=1 compares a row's draw with those of other rows"),
+    (["--num_draws=0"], "num_draws=0 is not positive"),
+    (["--boundaries=no/such/ckpt.pt"], "no checkpoint no/such/ckpt.pt"),
     (["--batch_size=0"], "batch_size=0 is not positive"),
     (["--learning_rate=1e400"], "learning_rate='1e400'"),
     (["--seed=-1"], "seed=-1 is negative"),
