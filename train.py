@@ -56,7 +56,7 @@ num_draws = 1  # K, of each row's boundaries. 1: the paper's advantage, eq. 15-1
 gamma = 0.97  # discount of later rewards, eq. 16
 lambda_pi = 1e-3  # weight of the policy's loss, eq. 27
 lambda_target = 1e-2  # weight of the boundary rate's loss
-lambda_early = 1e-1  # weight of the early head's loss; 0: there is none, and R = log p
+lambda_early = 1e-1  # weight of the early head's loss; num_draws=1 alone has an early head, and none where this is 0
 # optimizer: AdamW
 training_bytes = 8_000_000  # length of the run
 effective_batch_size = 16  # rows in a step, over all processes and accumulation
@@ -301,11 +301,15 @@ def learning_rate_at(bytes_seen):
     return learning_rate * (1 + math.cos(math.pi * min(done, 1))) / 2
 
 
-def flops_per_byte(model, rate):
-    """Training FLOPs per byte as the paper counts them: 6 per matrix parameter, per byte or, in the middle, per token."""
-    middle = sum(p.numel() for p in model.middle.parameters() if p.dim() == 2)
-    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2) - model.embedding.weight.numel()
-    return 6 * (matrices - middle + middle * rate)
+def flops_per_byte(model, rate, num_draws=1):
+    """Training FLOPs per byte as the paper counts them: 6 per matrix parameter, per byte or, in the middle, per token. Further draws
+    only go forward, and not through the encoder: 2 per parameter of the rest."""
+    def matrices(module):
+        return sum(p.numel() for p in module.parameters() if p.dim() == 2)
+
+    middle, after = matrices(model.middle), matrices(model.up) + matrices(model.head)
+    before = matrices(model) - middle - after - model.embedding.weight.numel()
+    return 6 * before + (6 + 2 * (num_draws - 1)) * (middle * rate + after)
 
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12,
@@ -386,8 +390,9 @@ def compiler_works(where):
 
 
 def model_config_of(config):
-    """What hyperparameters say of the model, as ModelConfig's arguments."""
-    values = config | {"early_exit": config["lambda_early"] > 0}
+    """What hyperparameters say of the model, as ModelConfig's arguments. Only one draw's reward needs the early exit."""
+    needed = config["boundaries"] == "learned" and config["num_draws"] == 1
+    values = config | {"early_exit": needed and config["lambda_early"] > 0}
     return {field.name: values[field.name] for field in fields(ModelConfig)}
 
 
@@ -532,7 +537,7 @@ def main(argv):
             now = time.perf_counter()
             speed = (bytes_seen - last_bytes) / (now - last_time)
             last_bytes, last_time = bytes_seen, now
-            used = speed * flops_per_byte(model, rate) / (world * peak) if peak else None
+            used = speed * flops_per_byte(model, rate, K) / (world * peak) if peak else None
             left = max(training_bytes - bytes_seen, 0) / speed
             entropy = policy_loss(l, a, torch.ones(())).item()  # of the last pass: mean -log pi(a_i)
             say(f"step {step} {bytes_seen / 1e6:.2f} MB | auto {L_auto:.4f} early {L_early:.4f} pi {L_pi:+.4f} target {L_tgt:+.4f}"

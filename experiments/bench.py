@@ -106,11 +106,11 @@ def plain_rival(h):
 
 
 def make_model(h):
-    return Model(ModelConfig(**{key: h[key] for key in ModelConfig.__dataclass_fields__}))
+    return Model(ModelConfig(**train.model_config_of(h)))
 
 
 def model_flops(h, kind):
-    """Model FLOPs of a training step, per byte: 6 per matrix parameter per byte or token, and attention over the window
+    """Model FLOPs of a training step, per byte, those of further draws included: 6 per matrix parameter per byte or token, and attention over the window
     (byte layers) or the causal half (tokens): 12 per visible key and dimension."""
     with torch.device("meta"):
         model = plain_rival(h) if kind == "plain" else make_model(h)
@@ -118,7 +118,7 @@ def model_flops(h, kind):
     if kind == "plain":
         return 6 * linear_parameters(model) + len(model.layers) * 12 * D * N / 2
     byte_attention = (h["n_down_layers"] + h["n_up_layers"]) * 12 * D * h["attention_window"]
-    return train.flops_per_byte(model, rate) + byte_attention + h["n_mid_layers"] * rate * 12 * D * rate * N / 2
+    return train.flops_per_byte(model, rate, h["num_draws"]) + byte_attention + h["n_mid_layers"] * rate * 12 * D * rate * N / 2
 
 
 def matrix_products(h):
@@ -169,14 +169,14 @@ def training_step(h, kind):
 
     def step():
         with autocast:
-            u = torch.rand(x.shape).to(where)
+            u = torch.rand(h["num_draws"], *x.shape).squeeze(0).to(where)
             if kind == "learned":
                 outputs = forward(model, x, u=u)
             elif kind == "plain":
                 logits = forward(model, x)
             else:
                 a = rule(x, u)
-                a[:, 0] = True
+                a[..., 0] = True
                 logits = forward(model, x, a)
         if kind == "learned":
             L_auto, L_early, L_pi, L_tgt = train.losses(*outputs, y, h["gamma"], h["downsample_rate_target"])
@@ -264,8 +264,10 @@ def row(name, value, unit, spread=None, note=""):
 def bench_training(h, rounds, steps):
     """The systems' steps and the machine's ceiling, in turns."""
     same_bytes = h | {"seq_len": 1024, "batch_size": max(h["batch_size"] * h["seq_len"] // 1024, 1)}
-    systems = {"learned": (h, "learned"), "uniform": (h, "uniform"), "random": (h, "random"), "every byte a token": (h, "none"),
-               "learned, N=1024": (same_bytes, "learned"), "plain transformer, N=1024": (same_bytes, "plain")}
+    fixed = h | {"num_draws": 1, "boundaries": "none"}
+    draws = {f"learned, K={K}": (h | {"num_draws": K}, "learned") for K in (1, 2, 4) if K != h["num_draws"]}
+    systems = {"learned": (h, "learned"), **draws, "uniform": (fixed, "uniform"), "random": (fixed, "random"),
+               "every byte a token": (fixed, "none"), "learned, N=1024": (same_bytes, "learned"), "plain transformer, N=1024": (same_bytes, "plain")}
     dtypes = dict.fromkeys(("float32", h["dtype"]))
     workers = {dtype: Worker(matrix_products, h | {"dtype": dtype}) for dtype in dtypes}
     workers |= {name: Worker(training_step, *spec) for name, spec in systems.items()}
@@ -301,7 +303,8 @@ def bench_training(h, rounds, steps):
                 note=f"of which weights and AdamW's moments {12 * parameters / 1e6:.0f}; {linear_parameters(model) / 1e6:.3f}M in matrices")
     row("first step, compilation included", workers["learned"].first, "s")
     row(f"graphs compiled in {steps} steps", ends["learned"][1], "")
-    for a, b, note in (("uniform", "learned", "what learning the boundaries costs, unequal rows included"),
+    for a, b, note in (("uniform", "learned", f"what learning the boundaries costs, K={h['num_draws']}, unequal rows included"),
+                       *(("uniform", name, "") for name in draws),
                        ("random", "learned", "what it costs beside them: as many tokens, rows as unequal, nothing learned"),
                        ("learned", "every byte a token", ""), ("learned, N=1024", "plain transformer, N=1024", "")):
         if a in speed and b in speed:
@@ -327,13 +330,18 @@ def bench_pieces(h, rounds, whole):
     model = make_model(h).to(where).train()
     autocast = torch.autocast(where.type, getattr(torch, h["dtype"]), enabled=h["dtype"] != "float32")
     x, y = (z.to(where) for z in train.inputs_and_targets(torch.randint(256, (h["batch_size"], h["seq_len"]))))
-    u = torch.rand(x.shape).to(where)
+    u = torch.rand(h["num_draws"], *x.shape).squeeze(0).to(where)
 
     def middle(X, a):
         positions, token = token_positions(a)
         return X + select(model.run(model.middle, select(X, positions), positions), token)
 
-    def loss(logits, early_logits, l, a):
+    @torch.no_grad()
+    def predict(X, a):
+        return [model.predict(X, other) for other in a]
+
+    def loss(l, a, logits, *early_logits):
+        logits, early_logits = [logits, *others] if others else logits, early_logits[0] if early_logits else None
         L_auto, L_early, L_pi, L_tgt = train.losses(logits, early_logits, l, a, y, h["gamma"], h["downsample_rate_target"])
         return L_auto + h["lambda_pi"] * L_pi + h["lambda_target"] * L_tgt + h["lambda_early"] * L_early
 
@@ -341,21 +349,26 @@ def bench_pieces(h, rounds, whole):
         X = model.encode(x)
         early_logits, z = model.read(X)
         a = model.boundaries(z, u)
-        l, Y = model.boundary_logits(z, a), middle(X, a)
-        logits = model.decode(Y)
-    pieces = {"encoder": (model.encode, x), "early head and policy": (model.read, X), "draw": (model.boundaries, z.detach(), u),
-              "decisions' logits": (model.boundary_logits, z, a), "select, middle, upsample": (middle, X, a),
-              "decoder and head": (model.decode, Y), "losses": (loss, logits, early_logits, l, a)}
+        l, first = model.boundary_logits(z, a), a.view(-1, *x.shape)[0]
+        Y = middle(X, first)
+        logits, others = model.decode(Y), predict(X, a.view(-1, *x.shape)[1:])
+    early_logits = [] if early_logits is None else [early_logits]
+    pieces = {"encoder": (model.encode, x), "policy and early head, if any": (model.read, X), "draw": (model.boundaries, z.detach(), u),
+              "decisions' logits": (model.boundary_logits, z, a), "select, middle, upsample": (middle, X, first),
+              "decoder and head": (model.decode, Y), "losses": (loss, l, a, logits, *early_logits)}
+    if others:
+        pieces["the other draws"] = predict, X, a[1:]
     optimizer = torch.optim.AdamW(model.parameters(), 1e-9, fused=True)
     timers = {}
     for name, (function, *inputs) in pieces.items():
-        inputs = [t.detach().requires_grad_(t.is_floating_point() and name != "draw") for t in inputs]
+        inputs = [t.detach().requires_grad_(t.is_floating_point() and name not in ("draw", "the other draws")) for t in inputs]
         compiled, outputs = torch.compile(function) if h["compile"] else function, []
 
         def forward(compiled=compiled, inputs=inputs, outputs=outputs):
             with autocast:
                 result = compiled(*inputs)
-            outputs[:] = [t for t in (result if isinstance(result, tuple) else (result,)) if t.requires_grad]
+            outputs[:] = [t for t in (result if isinstance(result, (tuple, list)) else (result,))
+                          if t is not None and t.requires_grad]
 
         def backward(inputs=inputs, outputs=outputs):
             torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
@@ -363,7 +376,7 @@ def bench_pieces(h, rounds, whole):
                 t.grad = None
 
         timers[name, "forward"] = functools.partial(seconds, forward)
-        if name != "draw":
+        if name not in ("draw", "the other draws"):
             timers[name, "backward"] = functools.partial(seconds, backward)
 
     def optimize():

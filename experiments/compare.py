@@ -69,12 +69,12 @@ def read_run(system, seed, out_dir):
     """The run's evaluations: system, seed, training FLOPs until then, seconds at the run's median speed, the run's length in
     bytes, and what train.py's log has."""
     model, saved = load_checkpoint(out_dir / "ckpt.pt")
-    length = saved["config"]["training_bytes"]
+    length, num_draws = saved["config"]["training_bytes"], saved["config"]["num_draws"] if saved["config"]["boundaries"] == "learned" else 1
     records = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
     speed = statistics.median([r["bytes_per_second"] for r in records if "auto" in r] or [math.nan])
     evaluations, flops, before = [], 0.0, 0
     for record in records:
-        per_byte = train.flops_per_byte(model, record["rate" if "auto" in record else "val_rate"])
+        per_byte = train.flops_per_byte(model, record["rate" if "auto" in record else "val_rate"], num_draws)
         flops += (record["bytes"] - before) * per_byte
         before = record["bytes"]
         if "val_bpb" in record:
@@ -140,7 +140,8 @@ def write(results):
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--systems", default="learned,uniform,random,whitespace,gumbel,hnet,none")
-    parser.add_argument("--seeds", type=int, default=1, help="how many, from 1337 on")
+    parser.add_argument("--seeds", type=int, default=1, help="how many")
+    parser.add_argument("--first_seed", type=int, default=1337, help="of so many that follow each other")
     parser.add_argument("--bytes", help="training bytes of a run; train.py's --training_bytes")
     parser.add_argument("--name", default="try", help="of the folder of results")
     parser.error = fail
@@ -153,7 +154,7 @@ def main(argv):
             fail(f"--systems={system!r} is none of {', '.join(train.BOUNDARIES)}, learned-w8, learned-w1, ...")
     others += [f"--training_bytes={options.bytes}"] if options.bytes else []
     results, todo = RESULTS / options.name, []
-    for seed in range(1337, 1337 + options.seeds):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         for system in options.systems.split(","):
             flags, wanted = hyperparameters(system, seed, others)
             out_dir = results / "runs" / f"{system}-{seed}"

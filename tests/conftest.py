@@ -4,6 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import train
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--seq_len=32", "--embedding_dim=16", "--num_heads=2", "--n_down_layers=1", "--n_mid_layers=1", "--n_up_layers=1",
@@ -29,6 +32,16 @@ def trained(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("trained")
     run("train.py", *TINY, f"--data={data}", f"--out_dir={out}", f"--training_bytes={12 * 4 * 32}")
     return out
+
+
+@pytest.fixture(autouse=True)
+def defaults():
+    """Hyperparameters are globals of train.py; a test that sets some, or trains, leaves nothing behind."""
+    yield
+    vars(train).update(train.DEFAULTS)
+    torch.use_deterministic_algorithms(False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def run(*command, code=0):

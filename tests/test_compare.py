@@ -3,10 +3,9 @@ import json
 import pytest
 import torch
 
-import train
 from conftest import TINY
-from experiments import compare, diagnose, figures, teacher
-from model import Model, load_checkpoint
+from experiments import compare, diagnose, figures
+from model import load_checkpoint
 from train import flops_per_byte
 
 
@@ -43,17 +42,3 @@ def test_the_share_of_signal_is_that_of_a_mean_under_noise():
     g = torch.randn(20_000, 10, generator=torch.Generator().manual_seed(0))
     assert diagnose.share(g) == pytest.approx(0, abs=1e-3)
     assert diagnose.share(g + 1) == pytest.approx(10 / 20, abs=0.01)  # |1|^2 = 10, of the noise 10
-
-
-def test_a_taught_model_reads_its_teachers_boundaries(data, trained, tmp_path, monkeypatch):
-    """The teacher is made to end a token at every third byte."""
-    monkeypatch.setattr(Model, "boundaries", lambda self, z, u: torch.arange(u.size(1)).expand_as(u) % 3 == 0)
-    monkeypatch.setattr(train, "fetch", train.fetch)
-    monkeypatch.setattr(train.signal, "signal", lambda *_: None)  # Ctrl-C stays with the tests
-    try:
-        teacher.main([str(trained / "ckpt.pt"), *TINY, f"--data={data}", f"--out_dir={tmp_path}/out", "--training_bytes=512"])
-    finally:
-        torch.use_deterministic_algorithms(False)
-        vars(train).update(train.DEFAULTS)
-    log = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
-    assert {round(r["rate"], 4) for r in log if "auto" in r} == {round(11 / 32, 4)} == {round(log[-1]["val_rate"], 4)}

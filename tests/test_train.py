@@ -15,14 +15,6 @@ from model import BOS, Model, ModelConfig
 from test_model import small_model, some_bytes
 
 
-@pytest.fixture(autouse=True)
-def defaults():
-    """Hyperparameters are globals of train.py; a test that sets some, or trains, leaves nothing behind."""
-    yield
-    vars(train).update(train.DEFAULTS)
-    torch.use_deterministic_algorithms(False)
-
-
 def gradients(rows):
     """Of the whole loss, of these rows of one batch with fixed boundaries."""
     model = small_model().train()
