@@ -1,10 +1,9 @@
 import json
 
 import pytest
-import torch
 
 from conftest import TINY
-from experiments import compare, diagnose, figures
+from experiments import compare, figures
 from model import load_checkpoint
 from train import flops_per_byte
 
@@ -36,9 +35,3 @@ def test_a_comparison_has_a_row_for_every_system_the_failed_too_and_a_finished_r
     assert page.index("learned-w1-1337") < page.index("uniform-1337") and page.count("<h3>") == 2
     for name in "boundaries.png", "entropy.png", "entropy.svg":
         assert (tmp_path / "x" / name).stat().st_size > 1000
-
-
-def test_the_share_of_signal_is_that_of_a_mean_under_noise():
-    g = torch.randn(20_000, 10, generator=torch.Generator().manual_seed(0))
-    assert diagnose.share(g) == pytest.approx(0, abs=1e-3)
-    assert diagnose.share(g + 1) == pytest.approx(10 / 20, abs=0.01)  # |1|^2 = 10, of the noise 10
