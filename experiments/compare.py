@@ -65,21 +65,31 @@ def run(flags, out_dir):
         (out_dir / "failure.txt").write_text(line.replace("|", "/"))
 
 
+def entropy_halved(records):
+    """Bytes after which the decisions' entropy in training, the mean of five log lines, is half of what it was at first; None if
+    that never was."""
+    steps = [r for r in records if "entropy" in r]
+    for i in range(len(steps) - 4):
+        if statistics.mean(r["entropy"] for r in steps[i : i + 5]) < steps[0]["entropy"] / 2:
+            return steps[i + 4]["bytes"]
+
+
 def read_run(system, seed, out_dir):
     """The run's evaluations: system, seed, training FLOPs until then, seconds at the run's median speed, the run's length in
-    bytes, and what train.py's log has."""
+    bytes, those until the policy's entropy was halved, and what train.py's log has."""
     model, saved = load_checkpoint(out_dir / "ckpt.pt")
-    length, num_draws = saved["config"]["training_bytes"], saved["config"]["num_draws"] if saved["config"]["boundaries"] == "learned" else 1
+    length, learned = saved["config"]["training_bytes"], saved["config"]["boundaries"] == "learned"
+    num_draws = saved["config"]["num_draws"] if learned else 1
     records = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
     speed = statistics.median([r["bytes_per_second"] for r in records if "auto" in r] or [math.nan])
-    evaluations, flops, before = [], 0.0, 0
+    evaluations, flops, before, halved = [], 0.0, 0, entropy_halved(records) if learned else None
     for record in records:
         per_byte = train.flops_per_byte(model, record["rate" if "auto" in record else "val_rate"], num_draws)
         flops += (record["bytes"] - before) * per_byte
         before = record["bytes"]
         if "val_bpb" in record:
             seconds = record["bytes"] / speed
-            evaluations.append({"system": system, "seed": seed, "flops": flops, "seconds": seconds, "length": length, **record})
+            evaluations.append({"system": system, "seed": seed, "flops": flops, "seconds": seconds, "length": length, "halved": halved, **record})
     return evaluations
 
 
@@ -89,12 +99,13 @@ def summarize(system, runs, failures):
     bad = failures + [f"seed {r['seed']} diverged: {r['val_bpb']}" for r in last if not math.isfinite(r["val_bpb"])]
     bad += [f"seed {r['seed']} stopped at {r['bytes'] / 1e6:.1f} MB" for r in last if r["bytes"] < r["length"]]
     if bad or not last:
-        return [system, str(len(last)), "; ".join(bad) or "no evaluation", *[""] * 5]
-    mean = {key: statistics.mean(r[key] for r in last) for key in ("val_bpb", "val_stderr", "val_rate", "flops", "seconds")}
-    values = [r["val_bpb"] for r in last]
-    return [system, str(len(last)), f"{mean['val_bpb']:.4f}", f"{mean['val_stderr']:.4f}",
-            f"{max(values) - min(values):.4f}" if len(last) > 1 else "", f"{mean['val_rate']:.3f}", f"{mean['flops']:.3g}",
-            f"{mean['seconds'] / 60:.1f}"]
+        return [system, str(len(last)), "; ".join(bad) or "no evaluation", *[""] * 7]
+    keys = "val_bpb", "val_stderr", "val_rate", "ends_between", "flops", "seconds"
+    mean = {key: statistics.mean(r[key] for r in last) for key in keys}
+    each = ", ".join(f"{r['val_bpb']:.3f}" for r in last)
+    halved = ", ".join("never" if r["halved"] is None else f"{r['halved'] / 1e6:.1f}" for r in last) if system.startswith("learned") else ""
+    return [system, str(len(last)), f"{mean['val_bpb']:.4f}", f"{mean['val_stderr']:.4f}", each, f"{mean['val_rate']:.3f}",
+            f"{mean['ends_between']:.0%}", halved, f"{mean['flops']:.3g}", f"{mean['seconds'] / 60:.1f}"]
 
 
 def draw_loss(evaluations, path):
@@ -129,8 +140,8 @@ def write(results):
     evaluations = [e for system in runs for run in runs[system] for e in run]
     results.mkdir(parents=True, exist_ok=True)
     (results / "evaluations.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
-    head = ["system", "seeds", "bits per byte", "standard error over rows", "spread over seeds", "boundary rate",
-            "training FLOPs", "minutes"]
+    head = ["system", "seeds", "bits per byte", "standard error over rows", "each seed", "boundary rate", "tokens ending between words",
+            "entropy halved at MB", "training FLOPs", "minutes"]
     lines = [head, ["---"] * len(head), *(summarize(system, runs[system], failures[system]) for system in runs)]
     (results / "table.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
     if evaluations:
