@@ -52,18 +52,19 @@ policy_window = 1  # w, eq. 21: earlier decisions that a decision sees
 policy_scale = 1.5  # S, eq. 22: the smaller, the faster the policy learns
 policy_softcap = 5.0  # eq. 23: the decision's logit stays within +- this in training
 # loss
-num_draws = 1  # K, of each row's boundaries. 1: the paper's advantage, eq. 15-17. From 2 on: against the row's other draws
-gamma = 0.97  # discount of later rewards, eq. 16
-lambda_pi = 1e-3  # weight of the policy's loss, eq. 27
+num_draws = 2  # K, of each row's boundaries, each judged by how the others fared. 1: the paper's estimator, eq. 15-17
+policy_interval = 4  # with more draws than one: steps from one that draws them and teaches the policy to the next
+gamma = 0.99  # discount of later rewards, eq. 16
+lambda_pi = 1e-2  # weight of the policy's loss, eq. 27
 lambda_target = 1e-2  # weight of the boundary rate's loss
-lambda_early = 1e-1  # weight of the early head's loss; num_draws=1 alone has an early head, and none where this is 0
+lambda_early = 1e-1  # weight of the early head's loss; only num_draws=1 has such a head, and none if this is 0
 # optimizer: AdamW
 training_bytes = 8_000_000  # length of the run
 effective_batch_size = 16  # rows in a step, over all processes and accumulation
 batch_size = 16  # rows in one forward pass of one process; eq. 17 and 24 average over these, of all processes
 learning_rate = 3e-3  # reached after warm-up; falls to 0 along a cosine
 warmup_bytes = 200_000  # linear warm-up
-policy_start_bytes = 1_000_000  # until then the policy stays at the target: boundaries are random while tokens become useful
+policy_start_bytes = 500_000  # until then the policy stays at the target: boundaries are random while tokens become useful
 weight_decay = 0.01  # of matrices; torch's default
 grad_clip = 1.0  # largest gradient norm
 # log
@@ -193,7 +194,7 @@ def check():
     """One line for a combination of hyperparameters that cannot run."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     for key in ("seq_len", "embedding_dim", "num_heads", "attention_window", "policy_scale", "policy_softcap", "training_bytes",
-                "num_draws", "effective_batch_size", "batch_size", "learning_rate", "grad_clip", "log_interval", "eval_interval", "eval_rows"):
+                "num_draws", "policy_interval", "effective_batch_size", "batch_size", "learning_rate", "grad_clip", "log_interval", "eval_interval", "eval_rows"):
         if globals()[key] <= 0:
             fail(f"{key}={globals()[key]} is not positive")
     for key in ("n_down_layers", "n_mid_layers", "n_up_layers", "warmup_bytes", "policy_start_bytes", "weight_decay", "lambda_early", "seed"):
@@ -301,15 +302,17 @@ def learning_rate_at(bytes_seen):
     return learning_rate * (1 + math.cos(math.pi * min(done, 1))) / 2
 
 
-def flops_per_byte(model, rate, num_draws=1):
+def flops_per_byte(model, rate, config):
     """Training FLOPs per byte as the paper counts them: 6 per matrix parameter, per byte or, in the middle, per token. Further draws
     only go forward, and not through the encoder: 2 per parameter of the rest."""
+    further = (config["num_draws"] - 1) / config["policy_interval"] if config["boundaries"] == "learned" else 0
+
     def matrices(module):
         return sum(p.numel() for p in module.parameters() if p.dim() == 2)
 
     middle, after = matrices(model.middle), matrices(model.up) + matrices(model.head)
     before = matrices(model) - middle - after - model.embedding.weight.numel()
-    return 6 * before + (6 + 2 * (num_draws - 1)) * (middle * rate + after)
+    return 6 * before + (6 + 2 * further) * (middle * rate + after)
 
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12,
@@ -461,7 +464,6 @@ def main(argv):
         if saved["scaler"]:
             scaler.load_state_dict(saved["scaler"])
     learned = boundaries == "learned"
-    policy_weight, target_weight, K = (lambda_pi, lambda_target, num_draws) if learned else (0.0, 0.0, 1)
     net = torch.compile(model) if compile and kind != "mps" and compiler_works(where) else model
     if world > 1:
         net = DistributedDataParallel(net, broadcast_buffers=False)  # the only one is a table
@@ -492,7 +494,7 @@ def main(argv):
     signal.signal(signal.SIGTERM, lambda *_: asked.append(True))  # what torchrun passes on
 
     say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {kind} {precision}, {n_rows} rows of {seq_len} bytes")
-    if learned and K == 1 and accumulation > 1:
+    if learned and num_draws == 1 and accumulation > 1:
         say(f"num_draws=1: eq. 17 averages over {batch_size * world} of a step's {effective_batch_size} rows")
     peak = None
     if kind == "cuda" and precision != "float32":
@@ -501,6 +503,8 @@ def main(argv):
     finished, stopping = rows_seen * seq_len >= training_bytes, False
     while not finished and not stopping:
         rows = shuffled(rows_seen, effective_batch_size, n_rows)[rank::world]
+        teaching = learned and (num_draws == 1 or (step + 1) % policy_interval == 0)
+        policy_weight, target_weight, K = (lambda_pi, lambda_target, num_draws) if teaching else (0.0, 0.0, 1)
         draws = uniforms(seed, rows_seen, (K, effective_batch_size, seq_len))[:, rank::world]
         held = rows_seen * seq_len < policy_start_bytes
         step, rows_seen = step + 1, rows_seen + effective_batch_size
@@ -514,7 +518,7 @@ def main(argv):
         for part in (slice(i, i + batch_size) for i in range(0, len(rows), batch_size)):
             batch = *fetch(train_shards, rows[part]), draws[:, part].squeeze(0)
             passes.append([z if z is None else z.to(where) for z in batch])
-        mean_p = mean_probability(model, passes, autocast) if learned and accumulation > 1 else None
+        mean_p = mean_probability(model, passes, autocast) if teaching and accumulation > 1 else None
         terms = torch.zeros(5, device=where)
         for x, y, a, u in passes:
             with nullcontext() if world == 1 or x is passes[-1][0] else net.no_sync():
@@ -537,7 +541,7 @@ def main(argv):
             now = time.perf_counter()
             speed = (bytes_seen - last_bytes) / (now - last_time)
             last_bytes, last_time = bytes_seen, now
-            used = speed * flops_per_byte(model, rate, K) / (world * peak) if peak else None
+            used = speed * flops_per_byte(model, rate, config) / (world * peak) if peak else None
             left = max(training_bytes - bytes_seen, 0) / speed
             entropy = policy_loss(l, a, torch.ones(())).item()  # of the last pass: mean -log pi(a_i)
             say(f"step {step} {bytes_seen / 1e6:.2f} MB | auto {L_auto:.4f} early {L_early:.4f} pi {L_pi:+.4f} target {L_tgt:+.4f}"

@@ -110,15 +110,15 @@ def make_model(h):
 
 
 def model_flops(h, kind):
-    """Model FLOPs of a training step, per byte, those of further draws included: 6 per matrix parameter per byte or token, and attention over the window
-    (byte layers) or the causal half (tokens): 12 per visible key and dimension."""
+    """Model FLOPs of a training step, per byte: train.py's for the matrices, further draws included, and for attention over the
+    window (byte layers) or the causal half (tokens) 12 per visible key and dimension."""
     with torch.device("meta"):
         model = plain_rival(h) if kind == "plain" else make_model(h)
     N, D, rate = h["seq_len"], h["embedding_dim"], 1.0 if kind == "none" else h["downsample_rate_target"]
     if kind == "plain":
         return 6 * linear_parameters(model) + len(model.layers) * 12 * D * N / 2
     byte_attention = (h["n_down_layers"] + h["n_up_layers"]) * 12 * D * h["attention_window"]
-    return train.flops_per_byte(model, rate, h["num_draws"]) + byte_attention + h["n_mid_layers"] * rate * 12 * D * rate * N / 2
+    return train.flops_per_byte(model, rate, h) + byte_attention + h["n_mid_layers"] * rate * 12 * D * rate * N / 2
 
 
 def matrix_products(h):
@@ -167,9 +167,12 @@ def training_step(h, kind):
     if h["compile"]:
         forward = torch.compile(forward)
 
+    numbers = itertools.count(1)
+
     def step():
+        teaching = kind == "learned" and (h["num_draws"] == 1 or next(numbers) % h["policy_interval"] == 0)
         with autocast:
-            u = torch.rand(h["num_draws"], *x.shape).squeeze(0).to(where)
+            u = torch.rand(h["num_draws"] if teaching else 1, *x.shape).squeeze(0).to(where)
             if kind == "learned":
                 outputs = forward(model, x, u=u)
             elif kind == "plain":
@@ -180,7 +183,7 @@ def training_step(h, kind):
                 logits = forward(model, x, a)
         if kind == "learned":
             L_auto, L_early, L_pi, L_tgt = train.losses(*outputs, y, h["gamma"], h["downsample_rate_target"])
-            L = L_auto + h["lambda_pi"] * L_pi + h["lambda_target"] * L_tgt + h["lambda_early"] * L_early
+            L = L_auto + teaching * (h["lambda_pi"] * L_pi + h["lambda_target"] * L_tgt) + h["lambda_early"] * L_early
         else:
             L = -train.log_likelihood(logits, y).mean()
         L.backward()
@@ -211,12 +214,13 @@ def serve(connection, make, *arguments):
     """The child: makes a function and calls it, then again for every message, and answers each time with a call's seconds.
     Message None: answers with the peak memory of one call and the graphs compiled."""
     try:
-        function = make(*arguments)
-        connection.send(seconds(function))
+        function, interval = make(*arguments), arguments[0]["policy_interval"]  # of so many calls one may differ
+        connection.send(seconds(lambda: [function() for _ in range(interval)]))
         while connection.recv():
-            calls = max(int(0.5 / seconds(function)), 1)  # the call before: into caches that another process filled
+            calls = math.ceil(0.5 / seconds(function) / interval) * interval  # the call before: into caches that another filled
             connection.send(seconds(lambda: [function() for _ in range(calls)]) / calls)
-        connection.send((peak_memory(function, arguments[0]["device"]), torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+        peak = peak_memory(lambda: [function() for _ in range(interval)], arguments[0]["device"])
+        connection.send((peak, torch._dynamo.utils.counters["stats"]["unique_graphs"]))
     except (RuntimeError, MemoryError) as error:  # out of memory, mostly
         connection.send(str(error).splitlines()[0])
 
@@ -264,8 +268,8 @@ def row(name, value, unit, spread=None, note=""):
 def bench_training(h, rounds, steps):
     """The systems' steps and the machine's ceiling, in turns."""
     same_bytes = h | {"seq_len": 1024, "batch_size": max(h["batch_size"] * h["seq_len"] // 1024, 1)}
-    fixed = h | {"num_draws": 1, "boundaries": "none"}
-    draws = {f"learned, K={K}": (h | {"num_draws": K}, "learned") for K in (1, 2, 4) if K != h["num_draws"]}
+    fixed = h | {"boundaries": "none"}
+    draws = {f"learned, K={K}, every step": (h | {"num_draws": K, "policy_interval": 1}, "learned") for K in (1, 2, 4)}
     systems = {"learned": (h, "learned"), **draws, "uniform": (fixed, "uniform"), "random": (fixed, "random"),
                "every byte a token": (fixed, "none"), "learned, N=1024": (same_bytes, "learned"), "plain transformer, N=1024": (same_bytes, "plain")}
     dtypes = dict.fromkeys(("float32", h["dtype"]))
@@ -279,7 +283,7 @@ def bench_training(h, rounds, steps):
     ends = {name: worker.close() for name, worker in working.items()}
 
     section(f"matrix products of one step, alone ({h['batch_size']} rows of {h['seq_len']} bytes)")
-    flops = train.flops_per_byte(make_model(h), h["downsample_rate_target"]) * h["batch_size"] * h["seq_len"]
+    flops = train.flops_per_byte(make_model(h), h["downsample_rate_target"], h | {"num_draws": 1}) * h["batch_size"] * h["seq_len"]
     ceiling = {dtype: flops / median(times[dtype])[0] for dtype in dtypes}
     for dtype in dtypes:
         middle, spread = median(times[dtype])
@@ -303,7 +307,7 @@ def bench_training(h, rounds, steps):
                 note=f"of which weights and AdamW's moments {12 * parameters / 1e6:.0f}; {linear_parameters(model) / 1e6:.3f}M in matrices")
     row("first step, compilation included", workers["learned"].first, "s")
     row(f"graphs compiled in {steps} steps", ends["learned"][1], "")
-    for a, b, note in (("uniform", "learned", f"what learning the boundaries costs, K={h['num_draws']}, unequal rows included"),
+    for a, b, note in (("uniform", "learned", "what learning the boundaries costs, unequal rows included"),
                        *(("uniform", name, "") for name in draws),
                        ("random", "learned", "what it costs beside them: as many tokens, rows as unequal, nothing learned"),
                        ("learned", "every byte a token", ""), ("learned, N=1024", "plain transformer, N=1024", "")):

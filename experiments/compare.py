@@ -79,12 +79,11 @@ def read_run(system, seed, out_dir):
     bytes, those until the policy's entropy was halved, and what train.py's log has."""
     model, saved = load_checkpoint(out_dir / "ckpt.pt")
     length, learned = saved["config"]["training_bytes"], saved["config"]["boundaries"] == "learned"
-    num_draws = saved["config"]["num_draws"] if learned else 1
     records = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
     speed = statistics.median([r["bytes_per_second"] for r in records if "auto" in r] or [math.nan])
     evaluations, flops, before, halved = [], 0.0, 0, entropy_halved(records) if learned else None
     for record in records:
-        per_byte = train.flops_per_byte(model, record["rate" if "auto" in record else "val_rate"], num_draws)
+        per_byte = train.flops_per_byte(model, record["rate" if "auto" in record else "val_rate"], saved["config"])
         flops += (record["bytes"] - before) * per_byte
         before = record["bytes"]
         if "val_bpb" in record:

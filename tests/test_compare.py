@@ -18,14 +18,14 @@ def test_a_comparison_has_a_row_for_every_system_the_failed_too_and_a_finished_r
     assert (tmp_path / "x/table.md").read_text() == first
     with pytest.raises(SystemExit):
         compare.main([*flags, "--systems=uniform", "--gamma=0.5"])
-    assert "made with gamma=0.97, not 0.5" in capsys.readouterr().err
+    assert "made with gamma=0.99, not 0.5" in capsys.readouterr().err
     rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in first.splitlines()]
     assert [row[0] for row in rows[2:]] == ["learned-w1", "uniform", "bpe"] and "has no marks of BPE tokens" in rows[4][2]
     evaluations = [json.loads(line) for line in (tmp_path / "x/evaluations.jsonl").read_text().splitlines()]
     last = [e for e in evaluations if e["system"] == "uniform"][-1]
     assert last["bytes"] == 1024 and f"{last['val_bpb']:.4f}" == rows[3][2]
     model, saved = load_checkpoint(tmp_path / "x/runs/uniform-1337/ckpt.pt")
-    assert last["flops"] == pytest.approx(1024 * flops_per_byte(model, 6 / 32))  # 6 tokens in a row of 32 bytes
+    assert last["flops"] == pytest.approx(1024 * flops_per_byte(model, 6 / 32, saved["config"]))  # 6 tokens in a row of 32 bytes
     assert load_checkpoint(tmp_path / "x/runs/learned-w1-1337/ckpt.pt")[1]["config"]["policy_window"] == 1
     for name in "loss.png", "loss.svg":
         assert (tmp_path / "x" / name).stat().st_size > 1000

@@ -2,7 +2,6 @@ import json
 import signal
 import subprocess
 import sys
-from dataclasses import fields
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def test_two_processes_give_the_gradient_of_one_with_twice_the_batch(tmp_path):
 def test_a_step_does_not_depend_on_how_its_rows_are_cut(data, tmp_path):
     """8 rows at once, 4 + 4, 8 times 1, and 2 processes with 2 passes each that are stopped and resumed: after four steps at a rate
     that matters the policy has moved, and the gradients' running means are the same."""
-    flags = [*TINY, f"--data={data}", f"--training_bytes={4 * 8 * 32}", "--effective_batch_size=8", "--num_draws=2", "--lambda_early=0",
+    flags = [*TINY, f"--data={data}", f"--training_bytes={4 * 8 * 32}", "--effective_batch_size=8", "--num_draws=2", "--policy_interval=2",
              "--lambda_pi=1", "--lambda_target=1", "--policy_start_bytes=0", "--learning_rate=2e-2",
              f"--warmup_bytes={4 * 8 * 32}"]  # the cosine of a run cut short would be another
     for rows in 8, 4, 1:
@@ -147,11 +146,11 @@ def test_flags_override_the_file_and_the_file_the_defaults(tmp_path):
 def test_the_papers_configurations_have_the_papers_sizes_and_values(name, flags, count, values):
     c = train.DEFAULTS | train.read_command_line([str(ROOT / "config" / f"{name}.py"), *flags])
     with torch.device("meta"):
-        model = Model(ModelConfig(**{field.name: c[field.name] for field in fields(ModelConfig)}))
+        model = Model(ModelConfig(**train.model_config_of(c)))
     assert sum(p.numel() for p in model.parameters()) == count
     assert (c["learning_rate"], c["effective_batch_size"], c["warmup_bytes"], c["training_bytes"], c["downsample_rate_target"]) == values
     assert (c["seq_len"], c["attention_window"], c["policy_window"], c["policy_scale"], c["policy_start_bytes"]) == (4096, 64, 8, 16, 0)
-    assert (c["gamma"], c["lambda_pi"], c["lambda_target"], c["lambda_early"]) == (0.99, 1e-2, 1e-2, 1e-1)
+    assert (c["gamma"], c["lambda_pi"], c["lambda_target"], c["lambda_early"], c["num_draws"]) == (0.99, 1e-2, 1e-2, 1e-1, 1)
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -165,9 +164,9 @@ def test_the_papers_configurations_have_the_papers_sizes_and_values(name, flags,
     (["--gamma=1.5"], "gamma=1.5"),
     (["--embedding_dim=128", "--num_heads=3"], "embedding_dim=128"),
     (["--batch_size=16", "--effective_batch_size=24"], "effective_batch_size=24"),
-    (["--batch_size=1"], "num_draws=1 compares a row's draw with those of other rows"),
+    (["--num_draws=1", "--batch_size=1"], "num_draws=1 compares a row's draw with those of other rows"),
     (["--num_draws=0"], "num_draws=0 is not positive"),
-    (["--boundaries=no/such/ckpt.pt"], "no checkpoint no/such/ckpt.pt"),
+    (["--boundaries=no/such/ckpt.pt", "--seq_len=64"], "no checkpoint no/such/ckpt.pt"),
     (["--batch_size=0"], "batch_size=0 is not positive"),
     (["--learning_rate=1e400"], "learning_rate='1e400'"),
     (["--seed=-1"], "seed=-1 is negative"),
