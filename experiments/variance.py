@@ -48,7 +48,8 @@ from model import load_checkpoint
 
 GAMMAS = 0.9, 0.97, 0.99, 1.0
 BATCHES = {256: 150, 1024: 40}  # bytes in a row: batches of 16 of them
-POSITIONS, SAMPLES, DRAWS = 8, 200, 64  # positions of each kind; draws of what follows, for the truth and for the correlations
+POSITIONS, SAMPLES, DRAWS = 24, 200, 64  # positions of each kind; draws of what follows, for the truth and for the correlations
+SHOWN = 6  # positions of each kind in the table; results.jsonl has all
 STYLES = {"raw": ("#000000", "o"), "raw + batch mean": ("#E69F00", "s"), "early exit": ("#56B4E9", "^"),
           "early exit + batch mean": ("#009E73", "D"), "2 draws": ("#0072B2", "P"), "4 draws": ("#D55E00", "X")}
 
@@ -211,9 +212,12 @@ def write(shares, correlations, truths, folder):
     """The records, as results.jsonl, as three tables and as a figure."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in shares + correlations + truths))
-    cells = defaultdict(list)  # a record a gamma
+    cells, places = defaultdict(list), defaultdict(list)  # a record a gamma; a record a position
     for r in shares:
         cells[r["checkpoint"], str(r["row_bytes"]), r["estimator"]].append(f"{r['share']:.2%} ± {r['stderr']:.2%}")
+    for r in truths:
+        places[r["checkpoint"], str(r["gamma"]), r["kind"]].append(r)
+    means = {key: torch.tensor([r["advantage"] for r in records]) for key, records in places.items()}
     (folder / "table.md").write_text("\n".join((
         "Share of signal, ± its standard error.\n",
         table(["checkpoint", "bytes in a row", "estimator", *(f"gamma {gamma}" for gamma in GAMMAS)],
@@ -221,10 +225,13 @@ def write(shares, correlations, truths, folder):
         "Correlation of an estimator's single sample with the true advantage.\n",
         table(["checkpoint", "estimator", "correlation"],
               [[r["checkpoint"], r["estimator"], f"{r['correlation']:.3f} ± {r['stderr']:.3f}"] for r in correlations]),
-        "True advantage of a token that ends at ‖, nats.\n",
+        "True advantage of a token that ends there, nats: mean over positions, ± its standard error.\n",
+        table(["checkpoint", "gamma", "the byte just read", "positions", "Q(1) - Q(0)"],
+              [[*key, str(len(z)), f"{z.mean():+.3f} ± {z.std() / len(z)**0.5:.3f}"] for key, z in means.items()]),
+        f"The same at ‖, the first {SHOWN} positions of each kind.\n",
         table(["checkpoint", "gamma", "the byte before ‖", "", "p", "Q(1) - Q(0)"],
               [[r["checkpoint"], str(r["gamma"]), r["kind"], f"`{r['context']}`", f"{r['p']:.3f}",
-                f"{r['advantage']:+.3f} ± {r['stderr']:.3f}"] for r in truths]))))
+                f"{r['advantage']:+.3f} ± {r['stderr']:.3f}"] for records in places.values() for r in records[:SHOWN]]))))
     draw_shares(shares, folder / "variance")
 
 

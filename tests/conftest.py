@@ -11,7 +11,7 @@ import train
 ROOT = Path(__file__).parent.parent
 TINY = ["--seq_len=32", "--embedding_dim=16", "--num_heads=2", "--n_down_layers=1", "--n_mid_layers=1", "--n_up_layers=1",
         "--attention_window=8", "--effective_batch_size=4", "--batch_size=4", "--log_interval=1", "--eval_interval=4",
-        "--eval_rows=8", "--compile=False", "--device=cpu", "--dtype=float32"]
+        "--eval_rows=8", "--policy_start_bytes=0", "--compile=False", "--device=cpu", "--dtype=float32"]
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with Ctrl-C ignored
 

@@ -46,7 +46,7 @@ def test_a_step_does_not_depend_on_how_its_rows_are_cut(data, tmp_path):
     """8 rows at once, 4 + 4, 8 times 1, and 2 processes with 2 passes each that are stopped and resumed: after four steps at a rate
     that matters the policy has moved, and the gradients' running means are the same."""
     flags = [*TINY, f"--data={data}", f"--training_bytes={4 * 8 * 32}", "--effective_batch_size=8", "--num_draws=2", "--policy_interval=2",
-             "--lambda_pi=1", "--lambda_target=1", "--policy_start_bytes=0", "--learning_rate=2e-2",
+             "--lambda_pi=1", "--lambda_target=1", "--learning_rate=2e-2",
              f"--warmup_bytes={4 * 8 * 32}"]  # the cosine of a run cut short would be another
     for rows in 8, 4, 1:
         train.main([*flags, f"--batch_size={rows}", f"--out_dir={tmp_path}/{rows}"])

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import train
+from conftest import TINY
 from experiments import variance
 from model import load_checkpoint
 from test_model import small_model, some_bytes
@@ -129,16 +130,13 @@ def test_no_comparison_changes_what_a_decision_adds_at_a_position(trained, small
         assert record["advantage"] == pytest.approx(here.mean().item(), abs=5 * 2**0.5 * record["stderr"])
 
 
-def test_the_results_have_every_estimator_that_a_checkpoint_has(trained, tmp_path, small):
-    model, saved = load_checkpoint(trained / "ckpt.pt")
-    del saved["model"]["early_head.weight"]
-    (tmp_path / "none").mkdir()
-    torch.save(saved | {"model_config": saved["model_config"] | {"early_exit": False}}, tmp_path / "none/ckpt.pt")
-    variance.main([str(trained / "ckpt.pt"), str(tmp_path / "none/ckpt.pt"), "--name=x"])
+def test_the_results_have_every_estimator_that_a_checkpoint_has(data, trained, tmp_path, small):
+    train.main([*TINY, f"--data={data}", "--num_draws=1", "--training_bytes=512", f"--out_dir={tmp_path}/one"])
+    variance.main([f"{tmp_path}/one/ckpt.pt", str(trained / "ckpt.pt"), "--name=x"])
     records = [json.loads(line) for line in (tmp_path / "x/results.jsonl").read_text().splitlines()]
     count = lambda key, part: sum(key in r and part in r["checkpoint"] for r in records)
-    assert [count("share", "none"), count("correlation", "none")] == [2 * 4 * 4, 4]
-    assert [count(key, "trained") for key in ("share", "correlation", "advantage")] == [2 * 6 * 4, 6, 3 * 2]
+    assert [count("share", "trained"), count("correlation", "trained")] == [2 * 4 * 4, 4]
+    assert [count(key, "one") for key in ("share", "correlation", "advantage")] == [2 * 6 * 4, 6, 3 * 2]
     table = (tmp_path / "x/table.md").read_text()
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines() if line.startswith("|")]
     assert [row[1:3] for row in cells[2:8]] == [["32", name] for name in variance.STYLES]
