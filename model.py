@@ -13,6 +13,7 @@ B rows, N bytes in a row, M tokens in the row that has the most, D = embedding_d
 """
 import copy
 import math
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -273,7 +274,9 @@ class Model(nn.Module):
             threshold = c * torch.atanh((threshold / c).clamp(-1, 1))
         threshold[..., 0] = -torch.inf  # <bos> is a token: every byte has one to read from
         z = z.expand(*u.shape, -1)
-        return draw(z.flatten(0, -3), threshold.flatten(0, -2)).view_as(u)
+        a = draw(z.flatten(0, -3), threshold.flatten(0, -2)).view_as(u)
+        a[..., 0] = True  # also where z is not a number: a run that diverged ends in train.py, not here
+        return a
 
     def boundary_logits(self, z, a):
         """l of the decisions a, both (B, N) or (K, B, N), each given those before it; eq. 21-23, all positions at once."""
@@ -408,16 +411,20 @@ def make_model(config):
 def load_checkpoint(path):
     """The model that train.py saved at `path`, on the CPU in evaluation mode, and all that was saved with it.
 
-    Raises FileNotFoundError, or ValueError if the file is no such checkpoint.
+    Raises FileNotFoundError, or ValueError if the file is no such checkpoint, was damaged or holds weights that are not finite.
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"no checkpoint {path}; train.py makes one")
     try:
+        if damaged := zipfile.ZipFile(path).testzip():  # torch writes checksums and does not compare them
+            raise ValueError(damaged)
         saved = torch.load(path, map_location="cpu", weights_only=True)
         model = make_model(ModelConfig(**saved["model_config"]))
         model.load_state_dict(saved["model"])
     except FileNotFoundError:  # that of the model whose boundaries this one takes
         raise
     except Exception as error:  # torch.load raises whatever the bytes made it stumble over
-        raise ValueError(f"{path} is no checkpoint of train.py ({type(error).__name__})") from None
+        raise ValueError(f"{path} is no checkpoint of train.py, or was damaged ({type(error).__name__})") from None
+    if not all(weights.isfinite().all() for weights in model.parameters()):
+        raise ValueError(f"{path} holds weights that are not finite; its run diverged")
     return model.eval(), saved

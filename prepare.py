@@ -122,6 +122,23 @@ def read_hf(dataset, options, state):
 
 # ---- writing ---------------------------------------------------------------------------------
 
+def lock(folder):
+    """Keeps the folder from other processes for as long as what it returns is open, at most until this process ends, however that
+    happens. Returns None if another has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / ".lock", "a")
+    try:
+        if os.name == "nt":
+            import msvcrt
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return None
+    return file
+
+
 def write_json(path, value):
     aside = Path(f"{path}.part")
     aside.write_text(json.dumps(value, indent=1) + "\n")
@@ -339,6 +356,9 @@ def load_state(out_dir, options):
 
 def prepare(out_dir, options):
     """Makes the set in out_dir, or what is missing of it."""
+    held_lock = lock(out_dir)
+    if not held_lock:
+        die(f"another prepare.py is at work in {out_dir}; wait for it, or give another --out_dir")
     state = load_state(out_dir, options)
     if (out_dir / "meta.json").exists():
         (out_dir / "progress.json").unlink(missing_ok=True)
@@ -360,7 +380,6 @@ def prepare(out_dir, options):
         state = {"source": source, "options": options, **splits,
                  "dropped": {"short_documents": 0, "short_bytes": 0, "tail_bytes": 0},
                  "consumed": 0, "done": 0, "stream": None}
-        out_dir.mkdir(parents=True, exist_ok=True)
         write_json(out_dir / "progress.json", state)
     elif state["source"] != source:
         die(f"the source of {out_dir} was {state['source']} and is now {source}; "

@@ -145,9 +145,9 @@ def losses(logits, early_logits, l, a, y, gamma, target, mean_p=None):
 # Command line, data, schedule.
 
 
-def fail(message):
+def fail(message, code=2):
     print(f"train.py: {message}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)
 
 
 def parse(key, value):
@@ -194,10 +194,12 @@ def check():
     """One line for a combination of hyperparameters that cannot run."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     for key in ("seq_len", "embedding_dim", "num_heads", "attention_window", "policy_scale", "policy_softcap", "training_bytes",
-                "num_draws", "policy_interval", "effective_batch_size", "batch_size", "learning_rate", "grad_clip", "log_interval", "eval_interval", "eval_rows"):
+                "num_draws", "policy_interval", "effective_batch_size", "batch_size", "learning_rate", "grad_clip", "log_interval",
+                "eval_interval", "eval_rows"):
         if globals()[key] <= 0:
             fail(f"{key}={globals()[key]} is not positive")
-    for key in ("n_down_layers", "n_mid_layers", "n_up_layers", "warmup_bytes", "policy_start_bytes", "weight_decay", "lambda_early", "seed"):
+    for key in ("n_down_layers", "n_mid_layers", "n_up_layers", "warmup_bytes", "policy_start_bytes", "weight_decay", "lambda_early",
+                "seed"):
         if globals()[key] < 0:
             fail(f"{key}={globals()[key]} is negative")
     if embedding_dim % (2 * num_heads):
@@ -243,20 +245,31 @@ def device_and_dtype(device, dtype):
 def open_rows(split):
     """The split's shards, read from disk as they are used: rows of bytes (rows, seq_len) uint8, and for --boundaries=bpe
     their marks, a bit each, (rows, seq_len / 8) uint8."""
-    meta = Path(data, "meta.json")
-    if not meta.exists():
-        fail(f"no {meta}; make the data first: python prepare.py --help")
-    row_length = json.loads(meta.read_text())["seq_len"]
+    path = Path(data, "meta.json")
+    if not path.exists():
+        fail(f"no {path}; make the data first: python prepare.py --help")
+    try:
+        meta = json.loads(path.read_text())
+        row_length, held, shard_bytes = meta["seq_len"], meta[split]["bytes"], meta["options"]["shard_bytes"]
+        names = sorted(meta[split]["sha256"])
+        lengths = [min(shard_bytes, held - start) for start in range(0, held, shard_bytes)]  # of the shards, in bytes of text
+    except (OSError, ValueError, KeyError, TypeError):
+        fail(f"{path} is not what prepare.py writes; make the data anew")
     if row_length % seq_len:
         fail(f"seq_len={seq_len} does not divide the {row_length} bytes of a row in {data}")
+    if boundaries == "bpe" and not any(name.endswith(".bpe") for name in names):
+        fail(f"data={data!r} has no marks of BPE tokens; make it anew with prepare.py --bpe")
 
     def read(kind, width):
-        return [np.memmap(path, np.uint8, "r").reshape(-1, width) for path in sorted(Path(data).glob(f"{split}_*.{kind}"))]
+        shards = [Path(data, name) for name in names if name.endswith(kind)]
+        for shard, length in zip(shards, lengths, strict=True):
+            expected = length * width // seq_len
+            if not shard.exists() or shard.stat().st_size != expected:
+                there = f"has {shard.stat().st_size}" if shard.exists() else "is missing; it had"
+                fail(f"{shard} {there} bytes, and {path} says {expected}; make the data anew")
+        return [np.memmap(shard, np.uint8, "r").reshape(-1, width) for shard in shards]
 
-    marks = read("bpe", seq_len // 8) if boundaries == "bpe" else []
-    if boundaries == "bpe" and not marks:
-        fail(f"data={data!r} has no marks of BPE tokens; make it anew with prepare.py --bpe")
-    return read("bin", seq_len), marks
+    return read(".bin", seq_len), read(".bpe", seq_len // 8) if boundaries == "bpe" else []
 
 
 def fetch(shards, rows):
@@ -432,6 +445,9 @@ def main(argv):
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     say = print if rank == 0 else lambda *_, **__: None
+    held_lock = prepare.lock(checkpoint.parent) if rank == 0 else True
+    if not held_lock:
+        fail(f"another run is at work in {checkpoint.parent}; wait for it, or take another --out_dir")
 
     # data
     if rank == 0 and data == DEFAULTS["data"] and not Path(data, "meta.json").exists():
@@ -469,7 +485,6 @@ def main(argv):
         net = DistributedDataParallel(net, broadcast_buffers=False)  # the only one is a table
 
     # the log; what a killed run wrote after its last checkpoint is written again
-    checkpoint.parent.mkdir(parents=True, exist_ok=True)
     log_file = checkpoint.with_name("log.jsonl")
     if rank == 0:
         lines = log_file.read_text().splitlines(True) if saved and log_file.exists() else []
@@ -479,17 +494,26 @@ def main(argv):
 
     def log(record):
         if rank == 0:
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
             with log_file.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps(finite) + "\n")
+
+    def diverged(what):
+        if rank == 0:
+            print(f"train.py: step {step}: {what} not finite; try a smaller learning_rate or a longer warmup_bytes. "
+                  f"{checkpoint} is {'kept as it was' if checkpoint.exists() else 'not written'}", file=sys.stderr)
+        sys.exit(1)
 
     def save():
+        if not all(p.isfinite().all() for p in model.parameters()):
+            diverged("weights are")
         if rank == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
                      "step": step, "rows_seen": rows_seen, "config": config, "model_config": model_config}
             torch.save(state, checkpoint.with_suffix(".part"))
             os.replace(checkpoint.with_suffix(".part"), checkpoint)
 
-    asked = []  # Ctrl-C fills it: the step is finished and saved
+    asked, parent = [], os.getppid()  # Ctrl-C fills the first: the step is finished and saved
     signal.signal(signal.SIGINT, lambda *_: asked.append(True))
     signal.signal(signal.SIGTERM, lambda *_: asked.append(True))  # what torchrun passes on
 
@@ -532,6 +556,8 @@ def main(argv):
             terms += torch.stack((L_auto, L_early, L_pi, L_tgt, a.float().mean())).detach() / accumulation
         scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+        if not math.isfinite(grad_norm) and scaler.get_scale() <= 1:  # 1 without a scaler; one skips such a step and halves it
+            diverged(f"the gradient's norm, {grad_norm.item()}, or the loss, {terms[0].item():.4g}, is")
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -544,15 +570,16 @@ def main(argv):
             used = speed * flops_per_byte(model, rate, config) / (world * peak) if peak else None
             left = max(training_bytes - bytes_seen, 0) / speed
             entropy = policy_loss(l, a, torch.ones(())).item()  # of the last pass: mean -log pi(a_i)
-            say(f"step {step} {bytes_seen / 1e6:.2f} MB | auto {L_auto:.4f} early {L_early:.4f} pi {L_pi:+.4f} target {L_tgt:+.4f}"
+            early = f" early {L_early:.4f}" if model_config["early_exit"] else ""
+            say(f"step {step} {bytes_seen / 1e6:.2f} MB | auto {L_auto:.4f}{early} pi {L_pi:+.4f} target {L_tgt:+.4f}"
                 f" | {L_auto / math.log(2):.3f} bits/byte rate {rate:.3f} | norm {grad_norm:.2f} | {speed / 1e3:.1f} kB/s"
                 + (f" {used:.0%} MFU" if peak else "") + f" | {left / 60:.0f} min left")
             log({"step": step, "bytes": bytes_seen, "auto": L_auto, "early": L_early, "pi": L_pi, "target": L_tgt,
-                 "bpb": L_auto / math.log(2), "rate": rate, "entropy": entropy, "grad_norm": grad_norm.item(), "lr": optimizer.param_groups[0]["lr"],
-                 "bytes_per_second": speed, "mfu": used, "seconds_left": left})
+                 "bpb": L_auto / math.log(2), "rate": rate, "entropy": entropy, "grad_norm": grad_norm.item(),
+                 "lr": optimizer.param_groups[0]["lr"], "bytes_per_second": speed, "mfu": used, "seconds_left": left})
         stopping = bool(asked)
-        if world > 1:  # all processes stop at the same step
-            votes = torch.tensor(float(stopping), device=where)
+        if world > 1:  # all processes stop at the same step, and when torchrun was killed
+            votes = torch.tensor(float(stopping or os.getppid() != parent), device=where)
             dist.all_reduce(votes)
             stopping = votes.item() > 0
         due = step % eval_interval == 0 or finished
@@ -560,9 +587,9 @@ def main(argv):
             started = time.perf_counter()
             results, line = evaluate(model, val_shards, autocast)
             print(f"step {step} validation: {results['val_bpb']:.4f} bits/byte, rate {results['val_rate']:.3f}, "
-                  f"p off letters / on letters {results['contrast']:.2f}, tokens end on a word's last letter "
-                  f"{results['ends_before']:.0%}, between words {results['ends_between']:.0%}, on a first letter "
-                  f"{results['ends_after']:.0%}; {results['token_length']:.1f} +- {results['token_length_std']:.1f} bytes each")
+                  f"contrast {results['contrast']:.2f} | tokens end {results['ends_before']:.0%} on last letters, "
+                  f"{results['ends_between']:.0%} between words, {results['ends_after']:.0%} on first letters | "
+                  f"{results['token_length']:.1f} +- {results['token_length_std']:.1f} bytes")
             print("".join(as_terminal(line, sys.stdout.isatty() and "NO_COLOR" not in os.environ)))
             log({"step": step, "bytes": bytes_seen} | results)
             last_time += time.perf_counter() - started

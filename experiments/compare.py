@@ -129,7 +129,7 @@ def draw_loss(evaluations, path):
 
 
 def write(results):
-    """The results of all runs in the folder."""
+    """The results of all runs in the folder; returns whether all of them ended well."""
     runs, failures = {}, {}
     order = list(STYLES)
     for folder in sorted(results.glob("runs/*"), key=lambda folder: (order.index(folder.name.partition("-")[0]), folder.name)):
@@ -141,10 +141,12 @@ def write(results):
     (results / "evaluations.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
     head = ["system", "seeds", "bits per byte", "standard error over rows", "each seed", "boundary rate", "tokens ending between words",
             "entropy halved at MB", "training FLOPs", "minutes"]
-    lines = [head, ["---"] * len(head), *(summarize(system, runs[system], failures[system]) for system in runs)]
+    rows = [summarize(system, runs[system], failures[system]) for system in runs]
+    lines = [head, ["---"] * len(head), *rows]
     (results / "table.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
     if evaluations:
         draw_loss(evaluations, results / "loss")
+    return all(row[-1] for row in rows)  # what went wrong stands in a row without numbers
 
 
 def main(argv):
@@ -176,9 +178,10 @@ def main(argv):
                         fail(f"{out_dir} was made with {key}={made[key]!r}, not {wanted[key]!r}; give another --name")
     for flags, out_dir in todo:
         run(flags, out_dir)
-        write(results)
+        well = write(results)
     print((results / "table.md").read_text())
+    return 0 if well else 1
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

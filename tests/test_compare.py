@@ -12,9 +12,9 @@ def test_a_comparison_has_a_row_for_every_system_the_failed_too_and_a_finished_r
         data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, "RESULTS", tmp_path)
     flags = ["--bytes=1024", "--name=x", *TINY, f"--data={data}"]
-    compare.main([*flags, "--systems=uniform,learned-w1,bpe"])  # the data has no marks of BPE tokens
+    assert compare.main([*flags, "--systems=uniform,learned-w1,bpe"]) == 1  # the data has no marks of BPE tokens
     first = (tmp_path / "x/table.md").read_text()
-    compare.main([*flags, "--systems=uniform"])
+    assert compare.main([*flags, "--systems=uniform"]) == 1
     assert (tmp_path / "x/table.md").read_text() == first
     with pytest.raises(SystemExit):
         compare.main([*flags, "--systems=uniform", "--gamma=0.5"])

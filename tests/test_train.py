@@ -1,4 +1,5 @@
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import torch.multiprocessing as mp
 
 import train
 from conftest import ROOT, TINY, run
-from model import BOS, Model, ModelConfig
+from model import BOS, Model, ModelConfig, load_checkpoint
 from test_model import small_model, some_bytes
 
 
@@ -182,6 +183,75 @@ def test_a_mistake_on_the_command_line_is_one_line(arguments, message, data, tmp
         train.main([f"--data={data}", f"--out_dir={tmp_path}", *arguments])
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and error.count("\n") == 1 and message in error
+
+
+@pytest.mark.parametrize("boundaries", ["uniform", "learned"])
+def test_a_run_that_diverges_ends_in_one_line_and_keeps_the_checkpoint_before(boundaries, data, tmp_path, capsys):
+    flags = [*TINY, f"--data={data}", f"--out_dir={tmp_path}", f"--boundaries={boundaries}", "--warmup_bytes=0"]
+    train.main([*flags, "--training_bytes=512"])
+    before = (tmp_path / "ckpt.pt").read_bytes()
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        train.main([*flags, "--training_bytes=2048", "--resume=True", "--learning_rate=1e30"])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 1 and error.count("\n") == 1 and "not finite" in error and "is kept as it was" in error
+    assert (tmp_path / "ckpt.pt").read_bytes() == before
+    for record in log_of(tmp_path):
+        assert "NaN" not in json.dumps(record)
+
+
+def test_a_second_run_in_a_folder_ends_in_one_line_and_a_killed_one_leaves_it_free(data, tmp_path):
+    flags = [*TINY, f"--data={data}", f"--out_dir={tmp_path}", "--training_bytes=1e9", "--eval_interval=1000000"]
+    first = subprocess.Popen([sys.executable, ROOT / "train.py", *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    while not first.stdout.readline().startswith("step 1 "):
+        pass
+    _, error = run("train.py", *flags, code=2)
+    assert error.count("\n") == 1 and f"another run is at work in {tmp_path}" in error
+    first.kill()
+    first.communicate()
+    run("train.py", *flags, "--training_bytes=512")
+
+
+def test_ranks_whose_torchrun_was_killed_stop_and_save(data, tmp_path):
+    flags = [*TINY, f"--data={data}", f"--out_dir={tmp_path}", "--training_bytes=1e9", "--batch_size=1", "--eval_interval=1000000"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
+    launcher = subprocess.Popen([*torchrun, *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for line in launcher.stdout:
+        if line.startswith("step 2 "):
+            launcher.kill()
+            break
+    rest = launcher.stdout.read()  # until the last rank has closed it
+    assert "stopped after step" in rest and (tmp_path / "ckpt.pt").exists()
+
+
+@pytest.mark.parametrize("damage, message", [
+    (lambda shard, meta: shard.unlink(), "val_00000.bin is missing"),
+    (lambda shard, meta: shard.write_bytes(shard.read_bytes()[:-64]), "val_00000.bin has"),
+    (lambda shard, meta: meta.write_text("[]"), "meta.json is not what prepare.py writes"),
+    (lambda shard, meta: meta.write_text(meta.read_text().replace('"seq_len": 64', '"seq_len": 48', 1)), "seq_len=32 does not divide"),
+])
+def test_data_that_is_not_what_its_meta_file_says_ends_in_one_line_before_training(damage, message, data, tmp_path, capsys):
+    shutil.copytree(data, tmp_path / "data")
+    damage(tmp_path / "data/val_00000.bin", tmp_path / "data/meta.json")
+    with pytest.raises(SystemExit) as stopped:
+        train.main([*TINY, f"--data={tmp_path}/data", f"--out_dir={tmp_path}/out"])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.count("\n") == 1 and message in error
+
+
+@pytest.mark.parametrize("damage", ["a flipped bit", "a weight that is not finite"])
+def test_a_checkpoint_that_was_damaged_is_refused(damage, trained, tmp_path):
+    path = shutil.copy(trained / "ckpt.pt", tmp_path / "ckpt.pt")
+    if damage == "a flipped bit":
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        path.write_bytes(raw)
+    else:
+        saved = torch.load(path)
+        saved["model"]["head.weight"][0, 0] = float("nan")
+        torch.save(saved, path)
+    with pytest.raises(ValueError, match="damaged|not finite"):
+        load_checkpoint(path)
 
 
 def test_a_finished_run_is_not_overwritten(trained, data, capsys):
