@@ -1,9 +1,11 @@
 import json
+import math
 import shutil
 import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,6 +65,66 @@ def test_a_step_does_not_depend_on_how_its_rows_are_cut(data, tmp_path):
             error = (other["optimizer"]["state"][i]["exp_avg"] - expected).norm() / expected.norm()
             assert error < 1e-3, (i, error)
     assert [r["step"] for r in log_of(tmp_path / "two") if "auto" in r] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_the_loop_takes_the_steps_that_a_loop_written_down_from_the_equations_takes(K, data, tmp_path):
+    """Six steps of 8 rows: rows read, draws, eq. 15-18 and 24-27, clipping, AdamW and what it decays, warm-up and cosine, and the steps
+    in which the policy is held or learns nothing."""
+    N, B, steps, lr, clip, decay, interval = 32, 8, 6, 1e-2, 0.3, 0.5, {1: 1, 2: 2}[K]
+    lambda_pi, lambda_target, lambda_early, gamma, target = 0.3, 0.2, 0.1, 0.9, 0.2
+    warmup, start, total = 2 * B * N, 2 * B * N, steps * B * N
+    train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}", f"--num_draws={K}", f"--policy_interval={interval}", "--gamma=0.9",
+                f"--training_bytes={total}", f"--warmup_bytes={warmup}", f"--policy_start_bytes={start}", "--learning_rate=1e-2",
+                "--lambda_pi=0.3", "--lambda_target=0.2", "--lambda_early=0.1", "--effective_batch_size=8", "--batch_size=8",
+                "--grad_clip=0.3", "--weight_decay=0.5"])
+    model, saved = load_checkpoint(tmp_path / "ckpt.pt")
+    reached = {name: p.clone() for name, p in model.named_parameters()}
+    torch.manual_seed(1337)
+    model = Model(model.config).train()
+    m, v = ({name: torch.zeros_like(p) for name, p in model.named_parameters()} for _ in range(2))
+    rows = np.fromfile(data / "train_00000.bin", np.uint8).reshape(-1, N)
+    order = np.random.default_rng([1337, 0]).permutation(len(rows))
+    discount = torch.tensor([[gamma ** (j - i) if j >= i else 0.0 for j in range(N)] for i in range(N)])
+    for step in range(1, steps + 1):
+        before, after = (step - 1) * B * N, step * B * N
+        y = torch.from_numpy(rows[order[(step - 1) * B : step * B]].astype(int))
+        x = torch.cat((torch.full((B, 1), 256), y[:, :-1]), 1)
+        teaching = step % interval == 0
+        u = torch.from_numpy(np.random.default_rng([1337, 1, (step - 1) * B]).random((K, B, N), np.float32))
+        G, log_pi, l, R = [], [], [], []
+        for k in range(K if teaching else 1):
+            logits, early_logits, l_k, a = model(x, u=u[k])
+            logp = logits.log_softmax(-1).gather(2, y[..., None])[..., 0]
+            if k == 0:
+                L = -logp.mean()
+            reward = logp
+            if K == 1:
+                early = early_logits.log_softmax(-1).gather(2, y[..., None])[..., 0]
+                L, reward = L - lambda_early * early.mean(), logp - early
+            G.append(reward.detach() @ discount.T)
+            log_pi.append(torch.where(a, l_k.sigmoid(), 1 - l_k.sigmoid()).log())
+            l.append(l_k)
+        if teaching:
+            A = [G[0] - G[0].mean(0)] if K == 1 else [G[0] - G[1], G[1] - G[0]]
+            L = L + lambda_pi * sum(-(log_pi[k] * A[k])[:, 1:].sum() for k in range(K)) / (K * B * N)
+            l = torch.stack(l)
+            L = L + lambda_target * l.mean() * (l.sigmoid().mean().item() - target)
+        model.zero_grad()
+        L.backward()
+        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+        norm = sum(g.square().sum() for g in grads.values()).sqrt().item()
+        assert norm > clip  # so that clipping matters
+        rate = lr * after / warmup if after < warmup else lr * (1 + math.cos(math.pi * (after - warmup) / (total - warmup))) / 2
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                g, here = grads[name] * clip / norm, 0.0 if name == "policy.weight" and before < start else rate
+                m[name], v[name] = 0.9 * m[name] + 0.1 * g, 0.999 * v[name] + 0.001 * g**2
+                p *= 1 - here * (decay if p.dim() == 2 else 0)
+                p -= here * m[name] / (1 - 0.9**step) / ((v[name] / (1 - 0.999**step)).sqrt() + 1e-8)
+    assert model.policy.weight.abs().max() > 5e-3
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(reached[name], p, atol=1e-4, rtol=1e-3, msg=name)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
