@@ -174,8 +174,8 @@ def main(argv):
             if (out_dir / "ckpt.pt").exists():
                 made = load_checkpoint(out_dir / "ckpt.pt")[1]["config"]
                 for key in wanted.keys() - {"out_dir", "resume", "device", "compile"}:
-                    if made[key] != wanted[key]:
-                        fail(f"{out_dir} was made with {key}={made[key]!r}, not {wanted[key]!r}; give another --name")
+                    if made.get(key) != wanted[key]:
+                        fail(f"{out_dir} was made with {key}={made.get(key)!r}, not {wanted[key]!r}; give another --name")
     for flags, out_dir in todo:
         run(flags, out_dir)
         well = write(results)
