@@ -299,7 +299,7 @@ class Model(nn.Module):
         return self.decode(Y)
 
     def forward(self, x, a=None, u=None):
-        """Bytes x (B, N), x_0 = <bos> -> logits, early_logits (B, N, 257), l (B, N), all float32, and a (B, N) bool.
+        """Bytes x (B, N), x_0 = <bos> -> logits, early_logits (B, N, 257) (or None), l (B, N), all float32, and a (B, N) bool.
 
         Boundaries are drawn with the uniforms u (B, N) (fresh ones unless given), or are the a (B, N) bool that is
         given, with a[:, 0] True. No output at i depends on a byte or a decision after i.

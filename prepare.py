@@ -14,6 +14,7 @@ its last complete shard and ends with the same files.
 --boundaries=bpe ends a token.
 """
 import argparse
+import errno
 import functools
 import glob
 import hashlib
@@ -124,7 +125,7 @@ def read_hf(dataset, options, state):
 
 def lock(folder):
     """Keeps the folder from other processes for as long as what it returns is open, at most until this process ends, however that
-    happens. Returns None if another has it."""
+    happens. Returns None if another has it. A file system without locks keeps nobody out."""
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / ".lock", "a")
     try:
@@ -134,8 +135,9 @@ def lock(folder):
         else:
             import fcntl
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return None
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):  # what Linux, macOS and Windows say of a lock that is held
+            return None
     return file
 
 

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import asdict, fields
 from fractions import Fraction
 from pathlib import Path
 
@@ -53,7 +53,7 @@ policy_scale = 1.5  # S, eq. 22: the smaller, the faster the policy learns
 policy_softcap = 5.0  # eq. 23: the decision's logit stays within +- this in training
 # loss
 num_draws = 2  # K, of each row's boundaries, each judged by how the others fared. 1: the paper's estimator, eq. 15-17
-policy_interval = 4  # with more draws than one: steps from one that draws them and teaches the policy to the next
+policy_interval = 4  # with more draws than one: steps from one that draws them to the next; L_pi and L_tgt count in these alone
 gamma = 0.99  # discount of later rewards, eq. 16
 lambda_pi = 1e-2  # weight of the policy's loss, eq. 27
 lambda_target = 1e-2  # weight of the boundary rate's loss
@@ -61,7 +61,7 @@ lambda_early = 1e-1  # weight of the early head's loss; only num_draws=1 has suc
 # optimizer: AdamW
 training_bytes = 8_000_000  # length of the run
 effective_batch_size = 16  # rows in a step, over all processes and accumulation
-batch_size = 16  # rows in one forward pass of one process; eq. 17 and 24 average over these, of all processes
+batch_size = 16  # rows in one forward pass of one process; with num_draws=1 eq. 17 averages over these, of all processes
 learning_rate = 3e-3  # reached after warm-up; falls to 0 along a cosine
 warmup_bytes = 200_000  # linear warm-up
 policy_start_bytes = 500_000  # until then the policy stays at the target: boundaries are random while tokens become useful
@@ -109,7 +109,7 @@ def discounted_return(R, gamma):
 
 
 def advantage(G):
-    """A (K, B, N): the return less what other draws had at the same position, which no decision of this draw can change."""
+    """A (K, B, N): the return G (K, B, N) less what other draws had at the same position."""
     K = len(G)
     if K == 1:
         return G - batch_mean(G[0])  # eq. 17: the draws of other rows, and the row's own
@@ -145,9 +145,9 @@ def losses(logits, early_logits, l, a, y, gamma, target, mean_p=None):
 # Command line, data, schedule.
 
 
-def fail(message, code=2):
+def fail(message):
     print(f"train.py: {message}", file=sys.stderr)
-    sys.exit(code)
+    sys.exit(2)
 
 
 def parse(key, value):
@@ -253,6 +253,8 @@ def open_rows(split):
         row_length, held, shard_bytes = meta["seq_len"], meta[split]["bytes"], meta["options"]["shard_bytes"]
         names = sorted(meta[split]["sha256"])
         lengths = [min(shard_bytes, held - start) for start in range(0, held, shard_bytes)]  # of the shards, in bytes of text
+        if sum(name.endswith(".bin") for name in names) != len(lengths):
+            raise ValueError
     except (OSError, ValueError, KeyError, TypeError):
         fail(f"{path} is not what prepare.py writes; make the data anew")
     if row_length % seq_len:
@@ -262,11 +264,11 @@ def open_rows(split):
 
     def read(kind, width):
         shards = [Path(data, name) for name in names if name.endswith(kind)]
-        for shard, length in zip(shards, lengths, strict=True):
+        for shard, length in zip(shards, lengths):
             expected = length * width // seq_len
             if not shard.exists() or shard.stat().st_size != expected:
-                there = f"has {shard.stat().st_size}" if shard.exists() else "is missing; it had"
-                fail(f"{shard} {there} bytes, and {path} says {expected}; make the data anew")
+                there = f"has {shard.stat().st_size} bytes" if shard.exists() else "is missing"
+                fail(f"{shard} {there}; {path} tells of {expected} bytes; make the data anew")
         return [np.memmap(shard, np.uint8, "r").reshape(-1, width) for shard in shards]
 
     return read(".bin", seq_len), read(".bpe", seq_len // 8) if boundaries == "bpe" else []
@@ -317,7 +319,7 @@ def learning_rate_at(bytes_seen):
 
 def flops_per_byte(model, rate, config):
     """Training FLOPs per byte as the paper counts them: 6 per matrix parameter, per byte or, in the middle, per token. Further draws
-    only go forward, and not through the encoder: 2 per parameter of the rest."""
+    only go forward, and not through the encoder: 2 per parameter of the rest. What `mean_probability` and a teacher cost is left out."""
     further = (config["num_draws"] - 1) / config["policy_interval"] if config["boundaries"] == "learned" else 0
 
     def matrices(module):
@@ -415,6 +417,10 @@ def model_config_of(config):
 def main(argv):
     chosen, saved = read_command_line(argv), None
     checkpoint = Path(chosen.get("out_dir", DEFAULTS["out_dir"]), "ckpt.pt")
+    rank, world, parent = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), os.getppid()
+    held_lock = prepare.lock(checkpoint.parent) if rank == 0 else True
+    if not held_lock:
+        fail(f"another run is at work in {checkpoint.parent}; wait for it, or take another --out_dir")
     if chosen.get("resume"):
         try:
             model, saved = load_checkpoint(checkpoint)
@@ -427,11 +433,12 @@ def main(argv):
     check()
     config = {key: globals()[key] for key in DEFAULTS}
     model_config = model_config_of(config)
-    if saved and model_config != saved["model_config"]:
-        fail(f"{checkpoint} holds another model: {saved['model_config']}")
+    if saved and ModelConfig(**model_config) != model.config:
+        there = asdict(model.config)
+        others = ", ".join(f"{key}={there[key]!r}, not {value!r}" for key, value in model_config.items() if there[key] != value)
+        fail(f"{checkpoint} holds another model: {others}")
 
     # processes, device, dtype
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     kind, precision = device_and_dtype(device, dtype)
     where = torch.device(kind)
     if kind == "cuda":
@@ -445,9 +452,6 @@ def main(argv):
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     say = print if rank == 0 else lambda *_, **__: None
-    held_lock = prepare.lock(checkpoint.parent) if rank == 0 else True
-    if not held_lock:
-        fail(f"another run is at work in {checkpoint.parent}; wait for it, or take another --out_dir")
 
     # data
     if rank == 0 and data == DEFAULTS["data"] and not Path(data, "meta.json").exists():
@@ -505,15 +509,13 @@ def main(argv):
         sys.exit(1)
 
     def save():
-        if not all(p.isfinite().all() for p in model.parameters()):
-            diverged("weights are")
         if rank == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
                      "step": step, "rows_seen": rows_seen, "config": config, "model_config": model_config}
             torch.save(state, checkpoint.with_suffix(".part"))
             os.replace(checkpoint.with_suffix(".part"), checkpoint)
 
-    asked, parent = [], os.getppid()  # Ctrl-C fills the first: the step is finished and saved
+    asked = []  # Ctrl-C fills it: the step is finished and saved
     signal.signal(signal.SIGINT, lambda *_: asked.append(True))
     signal.signal(signal.SIGTERM, lambda *_: asked.append(True))  # what torchrun passes on
 
@@ -571,10 +573,12 @@ def main(argv):
             left = max(training_bytes - bytes_seen, 0) / speed
             entropy = policy_loss(l, a, torch.ones(())).item()  # of the last pass: mean -log pi(a_i)
             early = f" early {L_early:.4f}" if model_config["early_exit"] else ""
-            say(f"step {step} {bytes_seen / 1e6:.2f} MB | auto {L_auto:.4f}{early} pi {L_pi:+.4f} target {L_tgt:+.4f}"
+            policy = f" pi {L_pi:+.4f} target {L_tgt:+.4f}" if teaching else ""
+            say(f"step {step} {bytes_seen / 1e6:.2f} MB | auto {L_auto:.4f}{early}{policy}"
                 f" | {L_auto / math.log(2):.3f} bits/byte rate {rate:.3f} | norm {grad_norm:.2f} | {speed / 1e3:.1f} kB/s"
                 + (f" {used:.0%} MFU" if peak else "") + f" | {left / 60:.0f} min left")
-            log({"step": step, "bytes": bytes_seen, "auto": L_auto, "early": L_early, "pi": L_pi, "target": L_tgt,
+            log({"step": step, "bytes": bytes_seen, "auto": L_auto, "early": L_early, "pi": L_pi if teaching else None,
+                 "target": L_tgt if teaching else None,
                  "bpb": L_auto / math.log(2), "rate": rate, "entropy": entropy, "grad_norm": grad_norm.item(),
                  "lr": optimizer.param_groups[0]["lr"], "bytes_per_second": speed, "mfu": used, "seconds_left": left})
         stopping = bool(asked)
@@ -583,6 +587,8 @@ def main(argv):
             dist.all_reduce(votes)
             stopping = votes.item() > 0
         due = step % eval_interval == 0 or finished
+        if (due or stopping) and not all(p.isfinite().all() for p in model.parameters()):
+            diverged("weights are")
         if due and rank == 0:
             started = time.perf_counter()
             results, line = evaluate(model, val_shards, autocast)

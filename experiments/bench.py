@@ -305,7 +305,7 @@ def bench_training(h, rounds, steps):
             parameters = sum(p.numel() for p in model.parameters())
             row(f"{name}: memory", (12 * parameters + ends[name][0]) / 1e6, "MB",
                 note=f"of which weights and AdamW's moments {12 * parameters / 1e6:.0f}; {linear_parameters(model) / 1e6:.3f}M in matrices")
-    row("first step, compilation included", workers["learned"].first, "s")
+    row("first steps, compilation included", workers["learned"].first, "s", note=f"{h['policy_interval']} of them")
     row(f"graphs compiled in {steps} steps", ends["learned"][1], "")
     for a, b, note in (("uniform", "learned", "what learning the boundaries costs, unequal rows included"),
                        *(("uniform", name, "") for name in draws),

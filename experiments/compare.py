@@ -79,7 +79,8 @@ def read_run(system, seed, out_dir):
     bytes, those until the policy's entropy was halved, and what train.py's log has."""
     model, saved = load_checkpoint(out_dir / "ckpt.pt")
     length, learned = saved["config"]["training_bytes"], saved["config"]["boundaries"] == "learned"
-    records = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
+    lines = (out_dir / "log.jsonl").read_text().splitlines()
+    records = [{k: math.nan if v is None else v for k, v in json.loads(line).items()} for line in lines]
     speed = statistics.median([r["bytes_per_second"] for r in records if "auto" in r] or [math.nan])
     evaluations, flops, before, halved = [], 0.0, 0, entropy_halved(records) if learned else None
     for record in records:

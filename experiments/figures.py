@@ -83,13 +83,16 @@ def draw_entropy(systems, path):
 
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("checkpoints", nargs="*", help="instead of all runs of the first seed")
+    parser.add_argument("checkpoints", nargs="*", help="instead of each system's run of the lowest seed")
     parser.add_argument("--name", default="try", help="of the folder of results")
     parser.add_argument("--text", metavar="FILE", help="show the boundaries of this text; without it, of a held-out row")
     parser.error = lambda message: sys.exit(f"figures.py: {message}")
     options = parser.parse_args(argv)
     results = RESULTS / options.name
-    paths = [Path(path) for path in options.checkpoints] or sorted(results.glob("runs/*-1337/ckpt.pt"))
+    first = {}  # of each system
+    for path in sorted(results.glob("runs/*/ckpt.pt")):
+        first.setdefault(path.parent.name.rpartition("-")[0], path)
+    paths = [Path(path) for path in options.checkpoints] or list(first.values())
     try:
         if not paths:
             raise OSError(f"no runs in {results}; make them with compare.py, or name checkpoints")

@@ -1,7 +1,7 @@
 """
 The other ways to place boundaries that the paper compares with: train.py --boundaries=NAME.
 
-Every system keeps the learned model's bytes, layers, middle, heads and signature, forward(x, a, u) -> logits, early_logits,
+Every system keeps the learned model's bytes, layers, middle, output head and signature, forward(x, a, u) -> logits, early_logits,
 l, a. Only what decides (and, where a system defines it, what pools and spreads the tokens) is its own. A position i has read
 x_0 .. x_i, and a_i = 1 gives it the token that ends there.
 

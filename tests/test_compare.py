@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 
@@ -6,6 +7,16 @@ from conftest import TINY
 from experiments import compare, figures
 from model import load_checkpoint
 from train import flops_per_byte
+
+
+def test_a_run_of_which_numbers_are_missing_is_a_row_that_says_so(tmp_path, trained):
+    folder = tmp_path / "runs/learned-1337"
+    shutil.copytree(trained, folder)
+    record = json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
+    (folder / "log.jsonl").write_text(json.dumps(record | {"val_bpb": None, "ends_between": None}) + "\n")
+    assert not compare.write(tmp_path) and "diverged" in (tmp_path / "table.md").read_text()
+    (folder / "log.jsonl").write_text(json.dumps(record | {"ends_between": None}) + "\n")
+    assert compare.write(tmp_path) and f"{record['val_bpb']:.4f}" in (tmp_path / "table.md").read_text()
 
 
 def test_a_comparison_has_a_row_for_every_system_the_failed_too_and_a_finished_run_is_not_repeated(

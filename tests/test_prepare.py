@@ -59,7 +59,7 @@ def held(out_dir):
 
 
 def sha256_of_all(out_dir):
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in Path(out_dir).iterdir()}
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in Path(out_dir).iterdir() if p.name != ".lock"}
 
 
 def run_killed(k, when, arguments):

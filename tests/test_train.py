@@ -265,12 +265,13 @@ def test_a_run_that_diverges_ends_in_one_line_and_keeps_the_checkpoint_before(bo
 def test_a_second_run_in_a_folder_ends_in_one_line_and_a_killed_one_leaves_it_free(data, tmp_path):
     flags = [*TINY, f"--data={data}", f"--out_dir={tmp_path}", "--training_bytes=1e9", "--eval_interval=1000000"]
     first = subprocess.Popen([sys.executable, ROOT / "train.py", *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    while not first.stdout.readline().startswith("step 1 "):
-        pass
-    _, error = run("train.py", *flags, code=2)
+    try:
+        assert any(line.startswith("step 1 ") for line in first.stdout)
+        _, error = run("train.py", *flags, code=2)
+    finally:
+        first.kill()
+        first.communicate()
     assert error.count("\n") == 1 and f"another run is at work in {tmp_path}" in error
-    first.kill()
-    first.communicate()
     run("train.py", *flags, "--training_bytes=512")
 
 
@@ -278,11 +279,12 @@ def test_ranks_whose_torchrun_was_killed_stop_and_save(data, tmp_path):
     flags = [*TINY, f"--data={data}", f"--out_dir={tmp_path}", "--training_bytes=1e9", "--batch_size=1", "--eval_interval=1000000"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
     launcher = subprocess.Popen([*torchrun, *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    for line in launcher.stdout:
-        if line.startswith("step 2 "):
-            launcher.kill()
-            break
-    rest = launcher.stdout.read()  # until the last rank has closed it
+    assert any(line.startswith("step 2 ") for line in launcher.stdout)
+    launcher.kill()
+    try:
+        rest, _ = launcher.communicate(timeout=60)  # until the last rank has closed it
+    finally:
+        subprocess.run(["pkill", "-f", str(tmp_path)])
     assert "stopped after step" in rest and (tmp_path / "ckpt.pt").exists()
 
 
@@ -306,7 +308,7 @@ def test_a_checkpoint_that_was_damaged_is_refused(damage, trained, tmp_path):
     path = shutil.copy(trained / "ckpt.pt", tmp_path / "ckpt.pt")
     if damage == "a flipped bit":
         raw = bytearray(path.read_bytes())
-        raw[len(raw) // 2] ^= 1
+        raw[raw.index(torch.load(path)["model"]["head.weight"].numpy().tobytes())] ^= 1
         path.write_bytes(raw)
     else:
         saved = torch.load(path)
