@@ -284,7 +284,8 @@ def test_ranks_whose_torchrun_was_killed_stop_and_save(data, tmp_path):
     try:
         rest, _ = launcher.communicate(timeout=60)  # until the last rank has closed it
     finally:
-        subprocess.run(["pkill", "-f", str(tmp_path)])
+        if shutil.which("pkill"):  # what a failure left behind
+            subprocess.run(["pkill", "-f", str(tmp_path)])
     assert "stopped after step" in rest and (tmp_path / "ckpt.pt").exists()
 
 
