@@ -92,7 +92,7 @@ def test_the_loop_takes_the_steps_that_a_loop_written_down_from_the_equations_ta
         x = torch.cat((torch.full((B, 1), 256), y[:, :-1]), 1)
         teaching = step % interval == 0
         u = torch.from_numpy(np.random.default_rng([1337, 1, (step - 1) * B]).random((K, B, N), np.float32))
-        G, log_pi, l, R = [], [], [], []
+        G, log_pi, l = [], [], []
         for k in range(K if teaching else 1):
             logits, early_logits, l_k, a = model(x, u=u[k])
             logp = logits.log_softmax(-1).gather(2, y[..., None])[..., 0]
