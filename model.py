@@ -181,7 +181,6 @@ def draw(z, threshold):
     return decision.gather(2, history[:, :N, None]).squeeze(2)
 
 
-@torch.compiler.disable  # reads M on the host
 def token_positions(a):
     """Byte position of each token (B, M), and the token that each byte reads from (B, N); a (B, N) bool, a[:, 0] True.
 
@@ -192,7 +191,6 @@ def token_positions(a):
     positions = torch.zeros(a.size(0), M + 1, dtype=torch.long, device=a.device)
     byte = torch.arange(a.size(1), device=a.device).expand_as(token)
     positions = positions.scatter(1, torch.where(a, token, M), byte)[:, :M]  # column M takes what is no boundary
-    torch._dynamo.mark_dynamic(positions, 1)  # compiled once for every M
     return positions, token
 
 

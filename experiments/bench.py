@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
@@ -31,6 +32,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import prepare
 import train
+from config.command_line import check, read_command_line
 from experiments.systems import SYSTEMS
 from model import BOS, VOCAB_SIZE, Model, ModelConfig, draw, select, token_positions
 
@@ -164,7 +166,9 @@ def training_step(h, kind):
     if kind in SYSTEMS:
         rule = SYSTEMS[kind](model.config).rule
     forward = fixed_forward if kind in SYSTEMS else Model.forward if kind == "learned" else Plain.forward
-    if h["compile"]:
+    if h["compile"] and kind != "plain":
+        train.compile_blocks(model)
+    elif h["compile"]:
         forward = torch.compile(forward)
 
     numbers = itertools.count(1)
@@ -328,10 +332,11 @@ def bench_memory(h):
 
 
 def bench_pieces(h, rounds, whole):
-    """Forward and backward of the step's pieces, each compiled alone; their sum differs from the whole step's time by
-    what compiling them together saves."""
+    """Forward and backward of the step's pieces, each alone."""
     where = torch.device(h["device"])
     model = make_model(h).to(where).train()
+    if h["compile"]:
+        train.compile_blocks(model)
     autocast = torch.autocast(where.type, getattr(torch, h["dtype"]), enabled=h["dtype"] != "float32")
     x, y = (z.to(where) for z in train.inputs_and_targets(torch.randint(256, (h["batch_size"], h["seq_len"]))))
     u = torch.rand(h["num_draws"], *x.shape).squeeze(0).to(where)
@@ -366,11 +371,11 @@ def bench_pieces(h, rounds, whole):
     timers = {}
     for name, (function, *inputs) in pieces.items():
         inputs = [t.detach().requires_grad_(t.is_floating_point() and name not in ("draw", "the other draws")) for t in inputs]
-        compiled, outputs = torch.compile(function) if h["compile"] else function, []
+        outputs = []
 
-        def forward(compiled=compiled, inputs=inputs, outputs=outputs):
+        def forward(function=function, inputs=inputs, outputs=outputs):
             with autocast:
-                result = compiled(*inputs)
+                result = function(*inputs)
             outputs[:] = [t for t in (result if isinstance(result, (tuple, list)) else (result,))
                           if t is not None and t.requires_grad]
 
@@ -389,7 +394,7 @@ def bench_pieces(h, rounds, whole):
 
     timers["clipping and AdamW", ""] = functools.partial(seconds, optimize)
     times = take_turns(timers, rounds)
-    section("where the step's time goes: its pieces, each " + ("compiled alone" if h["compile"] else "alone, uncompiled"))
+    section("where the step's time goes: its pieces, each alone")
     for (name, direction), values in times.items():
         middle_time, spread = median(values)
         row(f"{name} {direction}", 1e3 * middle_time, "ms", 1e3 * spread, f"{middle_time / whole:.1%} of the whole step")
@@ -414,9 +419,8 @@ def bench_draw(h, rounds, whole):
     second[..., 0], second[..., 1:2] = 20, -40
     never[..., 0], never[..., 1:] = 20, -40
     threshold = torch.logit(torch.rand(z.shape[:2])).to(where)
-    compiled = torch.compile(draw) if h["compile"] else draw
     policies = {"near the target": typical, "every second byte": second, f"never within {w} bytes of the last": never}
-    times = take_turns({name: functools.partial(seconds, functools.partial(compiled, z, threshold)) for name, z in policies.items()}
+    times = take_turns({name: functools.partial(seconds, functools.partial(draw, z, threshold)) for name, z in policies.items()}
                        | {"left to right, near the target": functools.partial(seconds, functools.partial(loop_draw, typical, threshold))}, rounds)
     section(f"the draw, w={w}, {h['batch_size']} rows of {h['seq_len']} bytes")
     for name, values in times.items():
@@ -474,9 +478,8 @@ def bench_prepare(rounds):
 
 def main(argv):
     flags = [argument.removeprefix("--config=") for argument in argv if argument != "--quick" and not argument.startswith("--json=")]
-    h = train.DEFAULTS | ({"compile": False} if "--quick" in argv else {}) | train.read_command_line(flags)
-    vars(train).update(h)
-    train.check()
+    h = train.DEFAULTS | ({"compile": False} if "--quick" in argv else {}) | read_command_line(flags, train.DEFAULTS)
+    check(SimpleNamespace(**h))
     h["device"], h["dtype"] = train.device_and_dtype(h["device"], h["dtype"])
     quick = "--quick" in argv
     rounds = 5 if quick else 20

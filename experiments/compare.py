@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
 sys.path.insert(0, str(ROOT))
 import train
+from config.command_line import BOUNDARIES, read_command_line
 from model import load_checkpoint
 
 STYLES = {  # of a system in every figure: Okabe and Ito's colours, and a marker for those who do not see them apart
@@ -43,7 +44,7 @@ def hyperparameters(system, seed, arguments):
     """The flags of train.py that make a run of this system, and what they set."""
     boundaries, _, window = system.partition("-w")
     flags = [*arguments, f"--boundaries={boundaries}", f"--seed={seed}", *([f"--policy_window={window}"] if window else [])]
-    return flags, train.DEFAULTS | train.read_command_line(flags)
+    return flags, train.DEFAULTS | read_command_line(flags, train.DEFAULTS)
 
 
 def run(flags, out_dir):
@@ -79,8 +80,7 @@ def read_run(system, seed, out_dir):
     bytes, those until the policy's entropy was halved, and what train.py's log has."""
     model, saved = load_checkpoint(out_dir / "ckpt.pt")
     length, learned = saved["config"]["training_bytes"], saved["config"]["boundaries"] == "learned"
-    lines = (out_dir / "log.jsonl").read_text().splitlines()
-    records = [{k: math.nan if v is None else v for k, v in json.loads(line).items()} for line in lines]
+    records = [{k: math.nan if v is None else v for k, v in r.items() if k != "line"} for r in train.read_log(out_dir / "log.jsonl")]
     speed = statistics.median([r["bytes_per_second"] for r in records if "auto" in r] or [math.nan])
     evaluations, flops, before, halved = [], 0.0, 0, entropy_halved(records) if learned else None
     for record in records:
@@ -163,8 +163,8 @@ def main(argv):
         fail(f"--seeds={options.seeds} is not positive")
     for system in options.systems.split(","):
         name, hyphen, window = system.partition("-w")
-        if name not in train.BOUNDARIES or hyphen and not (name == "learned" and window.isdigit()):
-            fail(f"--systems={system!r} is none of {', '.join(train.BOUNDARIES)}, learned-w8, learned-w1, ...")
+        if name not in BOUNDARIES or hyphen and not (name == "learned" and window.isdigit()):
+            fail(f"--systems={system!r} is none of {', '.join(BOUNDARIES)}, learned-w8, learned-w1, ...")
     others += [f"--training_bytes={options.bytes}"] if options.bytes else []
     results, todo = RESULTS / options.name, []
     for seed in range(options.first_seed, options.first_seed + options.seeds):

@@ -29,8 +29,8 @@ COLUMNS = 100  # characters of a line of the picture
 
 def held_out_text(saved):
     """The first validation row of a checkpoint's data."""
-    vars(train).update(saved["config"])
-    return train.open_rows("val")[0][0][0].tobytes()
+    config = saved["config"]
+    return train.open_rows(config["data"], "val", config["seq_len"])[0][0][0].tobytes()
 
 
 def boundaries(path, text):
