@@ -46,3 +46,16 @@ def test_a_comparison_has_a_row_for_every_system_the_failed_too_and_a_finished_r
     assert page.index("learned-w1-1337") < page.index("uniform-1337") and page.count("<h3>") == 2
     for name in "boundaries.png", "entropy.png", "entropy.svg":
         assert (tmp_path / "x" / name).stat().st_size > 1000
+
+
+def test_systems_of_equal_compute_read_what_it_allows(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "RESULTS", tmp_path)
+    flags = [*TINY, f"--data={data}", "--eval_interval=1000"]
+    compare.main(["--systems=uniform,none", "--bytes=2e4", "--equal=flops", "--name=x", *flags])
+    evaluations = [json.loads(line) for line in (tmp_path / "x/evaluations.jsonl").read_text().splitlines()]
+    uniform, none = ([e for e in evaluations if e["system"] == system][-1] for system in ("uniform", "none"))
+    assert none["length"] < 0.8 * uniform["length"] and none["flops"] == pytest.approx(uniform["flops"], rel=0.01)
+    log = tmp_path / "x/pilots/none/log.jsonl"
+    records = [json.loads(line) | {"bytes_per_second": 1000 * number} for number, line in enumerate(log.read_text().splitlines()[:-1], 1)]
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert compare.cost_of_a_byte([*flags, "--boundaries=none"], log.parent, "seconds") == pytest.approx(1 / 3000)  # of 2, 3 and 4 kB/s
