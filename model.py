@@ -417,12 +417,15 @@ def load_checkpoint(path):
         if damaged := zipfile.ZipFile(path).testzip():  # torch writes checksums and does not compare them
             raise ValueError(damaged)
         saved = torch.load(path, map_location="cpu", weights_only=True)
+        if lacking := {"model", "model_config", "config", "optimizer", "scaler", "step", "rows_seen"} - saved.keys():
+            raise KeyError(", ".join(sorted(lacking)))
         model = make_model(ModelConfig(**saved["model_config"]))
         model.load_state_dict(saved["model"])
-    except FileNotFoundError:  # that of the model whose boundaries this one takes
+    except OSError:  # not readable, or the checkpoint is missing whose boundaries this one takes
         raise
     except Exception as error:  # torch.load raises whatever the bytes made it stumble over
-        raise ValueError(f"{path} is no checkpoint of train.py, or was damaged ({type(error).__name__})") from None
+        what = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise ValueError(f"{path} is no checkpoint of this version of train.py, or was damaged ({what})") from None
     if not all(weights.isfinite().all() for weights in model.parameters()):
         raise ValueError(f"{path} holds weights that are not finite; its run diverged")
     return model.eval(), saved

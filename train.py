@@ -592,8 +592,8 @@ def begin(chosen, checkpoint):
     if chosen.get("resume"):
         try:
             model, saved = load_checkpoint(checkpoint)
-            if not {"optimizer", "scaler", "step", "rows_seen"} <= saved.keys() or saved["config"].keys() != DEFAULTS.keys():
-                raise ValueError(f"{checkpoint} was made by another version of train.py")
+            if saved["config"].keys() != DEFAULTS.keys():
+                raise ValueError(f"{checkpoint} was made by another version of train.py, with other hyperparameters")
         except (OSError, ValueError) as error:
             fail(f"cannot resume: {error}")
         chosen = {key: parse(key, value, DEFAULTS) for key, value in saved["config"].items()} | chosen

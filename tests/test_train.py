@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -198,6 +199,44 @@ def test_flags_override_the_file_and_the_file_the_defaults(tmp_path):
     config.write_text("gamma = 0.5\nwarmup_bytes = 5\ndownsample_rate_target = 1 / 4\n")
     chosen = read_command_line([str(config), "--gamma=0.25", "--training_bytes=6e9", "--policy_scale=1/2"], train.DEFAULTS)
     assert chosen == {"gamma": 0.25, "warmup_bytes": 5, "downsample_rate_target": 0.25, "training_bytes": 6_000_000_000, "policy_scale": 0.5}
+
+
+def test_a_configuration_file_sets_what_it_assigns_at_its_top_level_and_nothing_else(tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text("\ufeffimport math\nfrom pathlib import Path\n_half = 0.5\ndef half(x): return _half * whole(x)\ndef whole(x): return x\n"
+                      "for i in range(2): pass\ngamma = half(1)\nout_dir = str(Path(__file__).parent / 'out')\nn_mid_layers = math.isqrt(9)\n")
+    chosen = read_command_line([str(config)], train.DEFAULTS)
+    assert chosen == {"gamma": 0.5, "out_dir": f"{tmp_path}/out", "n_mid_layers": 3}
+
+
+def test_of_a_log_the_lines_that_are_no_records_are_left_out_with_a_word(tmp_path, capsys):
+    log = tmp_path / "log.jsonl"
+    for step in 1, 2, 3:
+        train.log(log, {"step": step, "bytes": step, "auto": math.inf})
+    log.write_bytes(b"\xff\x00\n[]\n{}\n" + b"[" * 10**5 + b"\n" + log.read_bytes()[:-9])
+    train.shorten(log, 3)
+    assert [json.loads(line) for line in log.read_text().splitlines()] == [{"step": step, "bytes": step, "auto": None} for step in (1, 2)]
+    assert "5 lines" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_in_one_line_and_leaves_the_checkpoint_whole(data, trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "out")
+    before = (tmp_path / "out/ckpt.pt").read_bytes()
+    limited = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); sys.argv = sys.argv[1:]; " \
+              "runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", limited, ROOT / "train.py", "--resume=True", f"--out_dir={tmp_path}/out",
+                           f"--training_bytes={16 * 4 * 32}"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "what was saved before is whole" in done.stderr
+    assert (tmp_path / "out/ckpt.pt").read_bytes() == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_run_whose_output_nobody_takes_saves_and_stops(data, tmp_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, ROOT / "train.py", *TINY, f"--data={data}", f"--out_dir={tmp_path}", "--training_bytes=1e9"],
+                              stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert done.returncode == 0 and done.stderr.count("\n") == 1 and "the last, and saved" in done.stderr
+    assert load_checkpoint(tmp_path / "ckpt.pt")[1]["step"] == 1
 
 
 @pytest.mark.parametrize("name, flags, count, values", [  # Table 2
