@@ -194,6 +194,18 @@ def backward(net, model, passes, teaching, h, autocast, scaler):
     return torch.stack(terms).mean(0)
 
 
+def read_step(shards, first, K, h, rank, world, where):
+    """This process's part of the step that reads the rows from number `first` on, cut into passes: x, y, the boundaries a where the data
+    has them, and the uniforms u that decide K draws."""
+    rows = shuffled(h.seed, first, h.effective_batch_size, sum(map(len, shards[0])))[rank::world]
+    draws = uniforms(h.seed, first, (K, h.effective_batch_size, h.seq_len))[:, rank::world]
+    passes = []
+    for part in (slice(i, i + h.batch_size) for i in range(0, len(rows), h.batch_size)):
+        batch = *fetch(shards, rows[part]), draws[:, part].squeeze(0)
+        passes.append([z if z is None else z.to(where) for z in batch])
+    return passes
+
+
 def main(argv):
     rank, world, launcher = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), os.getppid()
     chosen = read_command_line(argv, DEFAULTS, __doc__)
@@ -252,17 +264,11 @@ def main(argv):
     last_bytes, last_time = rows_seen * h.seq_len, time.perf_counter()
     finished, stopping = last_bytes >= h.training_bytes, False
     while not finished and not stopping:
-        # the step's rows, and the uniforms that decide their draws
-        rows = shuffled(h.seed, rows_seen, h.effective_batch_size, n_rows)[rank::world]
-        teaching = learned and (h.num_draws == 1 or (step + 1) % h.policy_interval == 0)
-        draws = uniforms(h.seed, rows_seen, (h.num_draws if teaching else 1, h.effective_batch_size, h.seq_len))[:, rank::world]
-        passes = []
-        for part in (slice(i, i + h.batch_size) for i in range(0, len(rows), h.batch_size)):
-            batch = *fetch(train_shards, rows[part]), draws[:, part].squeeze(0)
-            passes.append([z if z is None else z.to(where) for z in batch])
-
         held = rows_seen * h.seq_len < h.policy_start_bytes
-        step, rows_seen = step + 1, rows_seen + h.effective_batch_size
+        step += 1
+        teaching = learned and (h.num_draws == 1 or step % h.policy_interval == 0)
+        passes = read_step(train_shards, rows_seen, h.num_draws if teaching else 1, h, rank, world, where)
+        rows_seen += h.effective_batch_size
         bytes_seen = rows_seen * h.seq_len
         finished = bytes_seen >= h.training_bytes
         for group in optimizer.param_groups:
@@ -284,19 +290,15 @@ def main(argv):
             now = time.perf_counter()
             speed = (bytes_seen - last_bytes) / (now - last_time)
             last_bytes, last_time = bytes_seen, now
-            used, left = share_of_peak(speed / world, model, rate, vars(h), where), max(h.training_bytes - bytes_seen, 0) / speed
-            bpb = L_auto / math.log(2)
-            early = f" early {L_early:.4f}" if model.config.early_exit else ""
-            policy = f" pi {L_pi:+.4f} target {L_tgt:+.4f}" if teaching else ""
+            record = {"step": step, "bytes": bytes_seen, "auto": L_auto, "early": L_early if model.config.early_exit else None,
+                      "pi": L_pi if teaching else None, "target": L_tgt if teaching else None, "bpb": L_auto / math.log(2), "rate": rate,
+                      "entropy": entropy, "grad_norm": grad_norm.item(), "lr": optimizer.param_groups[0]["lr"], "bytes_per_second": speed,
+                      "mfu": share_of_peak(speed / world, model, rate, vars(h), where),
+                      "seconds_left": max(h.training_bytes - bytes_seen, 0) / speed}
+            bar.set_postfix_str(f"{record['bpb']:.3f} bits/byte, rate {rate:.3f}")
             if bar.disable:
-                say(f"step {step} {bytes_seen / 1e6:.2f} MB | auto {L_auto:.4f}{early}{policy} | {bpb:.3f} bits/byte rate {rate:.3f}"
-                    f" | norm {grad_norm:.2f} | {speed / 1e3:.1f} kB/s" + (f" {used:.0%} MFU" if used else "")
-                    + f" | {left / 60:.0f} min left")
-            bar.set_postfix_str(f"{bpb:.3f} bits/byte, rate {rate:.3f}")
-            log(log_file, {"step": step, "bytes": bytes_seen, "auto": L_auto, "early": L_early, "pi": L_pi if teaching else None,
-                           "target": L_tgt if teaching else None, "bpb": bpb, "rate": rate, "entropy": entropy,
-                           "grad_norm": grad_norm.item(), "lr": optimizer.param_groups[0]["lr"], "bytes_per_second": speed, "mfu": used,
-                           "seconds_left": left}, rank)
+                say(step_line(record))
+            log(log_file, record, rank)
         stopping = bool(asked)
         if world > 1:  # all processes stop at the same step, and when torchrun was killed
             votes = torch.tensor(float(stopping or os.getppid() != launcher), device=where)
@@ -308,13 +310,9 @@ def main(argv):
         if due and rank == 0:
             started = time.perf_counter()
             results, line = evaluate(model, val_shards, h.eval_rows, h.batch_size, autocast)
-            say(f"step {step} validation: {results['val_bpb']:.4f} bits/byte, rate {results['val_rate']:.3f} | tokens end "
-                f"{results['ends_before']:.0%} on last letters, {results['ends_between']:.0%} between words, "
-                f"{results['ends_after']:.0%} on first letters | {results['token_length']:.1f} +- {results['token_length_std']:.1f} bytes")
+            say(validation_line(step, results))
             say("".join(as_terminal(line, sys.stdout.isatty() and "NO_COLOR" not in os.environ)))
-            shown = {"text": bytes(byte for byte, _, _ in line).decode("latin-1"), "ends": [i for i, (_, a, _) in enumerate(line) if a],
-                     "p": bytes(round(255 * p) for _, _, p in line).hex()}
-            log(log_file, {"step": step, "bytes": bytes_seen} | results | {"line": shown}, rank)
+            log(log_file, {"step": step, "bytes": bytes_seen} | results | {"line": as_record(line)})
             last_time += time.perf_counter() - started
         if (due or stopping) and rank == 0:
             save(checkpoint, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "step": step,
@@ -380,6 +378,28 @@ def evaluate(model, shards, eval_rows, batch_size, autocast):
         results["val_early_bpb"] = early_bits.mean()
     line = list(zip(*(z[0, 1:SHOWN].tolist() for z in (x, a, p))))
     return {name: value.item() for name, value in results.items()} | where_tokens_end(x, a), line
+
+
+def step_line(r):
+    """What is printed of a step's record."""
+    early = "" if r["early"] is None else f" early {r['early']:.4f}"
+    policy = "" if r["pi"] is None else f" pi {r['pi']:+.4f} target {r['target']:+.4f}"
+    used = f" {r['mfu']:.0%} MFU" if r["mfu"] else ""
+    return (f"step {r['step']} {r['bytes'] / 1e6:.2f} MB | auto {r['auto']:.4f}{early}{policy} | {r['bpb']:.3f} bits/byte rate "
+            f"{r['rate']:.3f} | norm {r['grad_norm']:.2f} | {r['bytes_per_second'] / 1e3:.1f} kB/s{used} | {r['seconds_left'] / 60:.0f} min left")
+
+
+def validation_line(step, r):
+    """What is printed of an evaluation."""
+    return (f"step {step} validation: {r['val_bpb']:.4f} bits/byte, rate {r['val_rate']:.3f} | tokens end {r['ends_before']:.0%} on last "
+            f"letters, {r['ends_between']:.0%} between words, {r['ends_after']:.0%} on first letters | {r['token_length']:.1f} +- "
+            f"{r['token_length_std']:.1f} bytes")
+
+
+def as_record(line):
+    """The shown line, [(byte, a, p)], for the log: a character a byte (latin-1), where tokens end, and 255 p in two hexadecimal digits."""
+    return {"text": bytes(byte for byte, _, _ in line).decode("latin-1"), "ends": [i for i, (_, a, _) in enumerate(line) if a],
+            "p": bytes(round(255 * p) for _, _, p in line).hex()}
 
 
 def flops_per_byte(model, rate, config):
