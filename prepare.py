@@ -59,12 +59,11 @@ def walk(folder):
 
 
 def expand(pattern):
-    """What a glob matches. Unlike in glob.glob, ** follows no links to folders, which may loop."""
+    """What a glob matches. Like glob.glob, ** goes to no hidden folders, but also through no links to folders, which may loop."""
     head, deep, tail = pattern.partition("**")
     if not deep:
         return glob.glob(pattern)
-    tops = glob.glob(head or "./")
-    folders = [folder for top in tops for folder, _, _ in walk(top) if os.sep + "." not in folder[len(top) - 1 :]]  # none hidden
+    folders = [folder for top in glob.glob(head or "./") for folder, _, _ in walk(top) if os.sep + "." not in folder[len(top) - 1 :]]
     return [match for folder in folders for match in expand(glob.escape(folder) + tail)]
 
 
@@ -186,17 +185,15 @@ def read_state(path):
 
 
 def digest(file, hasher):
-    """Hashes a file object to its end; returns (hasher, number of bytes)."""
-    size = 0
+    """Hashes a file object to its end; returns the hasher."""
     while block := file.read(BLOCK):
         hasher.update(block)
-        size += len(block)
-    return hasher, size
+    return hasher
 
 
 def sha256_of(path):
     with open(path, "rb") as file:
-        return digest(file, hashlib.sha256())[0].hexdigest()
+        return digest(file, hashlib.sha256()).hexdigest()
 
 
 @functools.lru_cache
@@ -265,7 +262,8 @@ def write_shards(documents, out_dir, state):
     with tqdm(total=limit if limit < math.inf else None, initial=total, unit="B",
               unit_scale=True, disable=None) as bar:  # None: not when stderr is no terminal
         for document in documents:
-            hasher, size = digest(document, hashlib.blake2b(digest_size=8))
+            hasher = digest(document, hashlib.blake2b(digest_size=8))
+            size = document.tell()
             is_val = int.from_bytes(hasher.digest(), "big") < options["val_fraction"] * 2**64
             split = "val" if is_val else "train"
             rows = size // seq_len if options["split_documents"] else min(size // seq_len, 1)
@@ -388,8 +386,7 @@ def load_state(out_dir, options):
         if others:
             die(f"{out_dir} holds a set made with {', '.join(others)}; remove it or give another --out_dir")
         for shard in (out_dir / name for name in shards):
-            whole = options["shard_bytes"] // BYTES_IN.get(shard.suffix[1:], 1)
-            if not shard.exists() or path.name == "progress.json" and shard.stat().st_size != whole:
+            if not shard.exists() or path.name != "meta.json" and shard.stat().st_size * BYTES_IN[shard.suffix[1:]] != old["shard_bytes"]:
                 die(f"{shard} is missing or not as long as {path.name} says; remove {out_dir} and start again")
         return state
     if any(out_dir.glob("train_*.bin")) or any(out_dir.glob("val_*.bin")):
