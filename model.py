@@ -421,7 +421,7 @@ def load_checkpoint(path):
             raise KeyError(", ".join(sorted(lacking)))
         model = make_model(ModelConfig(**saved["model_config"]))
         model.load_state_dict(saved["model"])
-    except OSError:  # not readable, or the checkpoint is missing whose boundaries this one takes
+    except (FileNotFoundError, PermissionError):  # that of the model whose boundaries this one takes, too
         raise
     except Exception as error:  # torch.load raises whatever the bytes made it stumble over
         what = f"{type(error).__name__}: {error}".splitlines()[0][:200]

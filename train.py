@@ -29,7 +29,8 @@ from tqdm import tqdm
 import prepare
 from config.command_line import check, fail, parse, read_command_line
 from model import BOS, ModelConfig, load_checkpoint, make_model
-from sample import as_terminal, printable
+from prepare import printable
+from sample import as_terminal
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -443,7 +444,7 @@ def open_rows(data, split, seq_len, marks=False):
         lengths = [min(shard_bytes, held - start) for start in range(0, held, shard_bytes)]  # of the shards, in bytes of text
         if sum(name.endswith(".bin") for name in names) != len(lengths) or not lengths or min(lengths) < row_length:
             raise ValueError
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, MemoryError):
         fail(f"{path} is not what prepare.py writes; make the data anew")
     if row_length % seq_len:
         fail(f"seq_len={seq_len} does not divide the {row_length} bytes of a row in {data}")
@@ -525,10 +526,10 @@ def read_log(path):
     for line in path.read_text(errors="replace").splitlines():
         try:
             record = json.loads(line)
-            if min(record["step"], record["bytes"]) < 0:
-                raise ValueError
+            if not {"step", "bytes", *(("rate", "bytes_per_second") if "auto" in record else ("val_bpb", "val_rate"))} <= record.keys():
+                raise KeyError
             records.append(record)
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             others += 1
     if others:
         print(f"{printable(str(path))}: {others} lines that are no records of train.py are left out", file=sys.stderr)

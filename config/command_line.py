@@ -1,8 +1,8 @@
 """
 Reads train.py's command line and configuration files, and checks what they say.
 
-A configuration file is a Python program. Hyperparameters are what it assigns at its top level, `name = value`; modules, functions,
-loop variables and names that begin with _ are its own.
+A configuration file is a Python program. What it assigns at its top level, `name = value`, must be hyperparameters, so that a misspelt one
+is noticed; its modules, functions, loop variables and names that begin with _ are its own.
 """
 import ast
 import difflib
@@ -12,7 +12,7 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
-from sample import printable
+from prepare import printable
 
 BOUNDARIES = "learned", "uniform", "random", "whitespace", "bpe", "gumbel", "hnet", "none"
 
@@ -33,7 +33,8 @@ def parse(key, value, defaults):
             return {"True": True, "False": False}[str(value)]
         if kind is str and isinstance(value, str):
             return value
-        number = Fraction(str(value))  # reads 6e9 and 1/5 as well
+        text = str(value)  # 6e9 and 1/5 as well; whole numbers exactly
+        number = Fraction(text) if "/" in text or text.isdecimal() else Fraction(float(text))
         if kind is str or kind is int and number.denominator != 1:
             raise ValueError
         return kind(number)
@@ -41,16 +42,16 @@ def parse(key, value, defaults):
         fail(f"{key}={value!r} is no {kind.__name__}; the default is {defaults[key]!r}")
 
 
-def read_file(path):
-    """What a configuration file assigns to names at its top level."""
+def read_file(path, defaults):
+    """The hyperparameters that a configuration file sets, and whatever else it assigns at its top level."""
     try:
         text, values = Path(path).read_text(encoding="utf-8-sig"), {"__file__": path}
         exec(compile(text, path, "exec"), values)
     except (Exception, SystemExit) as error:  # it is a program
         fail(f"cannot read the configuration file '{path}': {error}")
     targets = [target for node in ast.parse(text).body if isinstance(node, ast.Assign) for target in node.targets]
-    names = [target.id for target in targets if isinstance(target, ast.Name) and not target.id.startswith("_")]
-    return {name: values[name] for name in names if name in values}
+    names = {target.id for target in targets if isinstance(target, ast.Name) and not target.id.startswith("_")} | defaults.keys()
+    return {name: value for name, value in values.items() if name in names}
 
 
 def read_command_line(argv, defaults, usage=""):
@@ -61,7 +62,7 @@ def read_command_line(argv, defaults, usage=""):
         sys.exit()
     for argument in argv:
         if not argument.startswith("--"):
-            chosen |= {key: parse(key, value, defaults) for key, value in read_file(argument).items()}
+            chosen |= {key: parse(key, value, defaults) for key, value in read_file(argument, defaults).items()}
         elif "=" in argument:
             key, value = argument[2:].split("=", 1)
             chosen[key] = parse(key, value, defaults)

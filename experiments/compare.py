@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 import train
 from config.command_line import BOUNDARIES, read_command_line
 from model import load_checkpoint
+from prepare import printable
 
 STYLES = {  # of a system in every figure: Okabe and Ito's colours, and a marker for those who do not see them apart
     "learned": ("#000000", "o"), "uniform": ("#E69F00", "s"), "random": ("#56B4E9", "^"), "whitespace": ("#009E73", "D"),
@@ -42,7 +43,7 @@ LINES = "-", "--", ":", "-."  # tell a system's variants apart
 
 
 def fail(message):
-    print(f"compare.py: {message}", file=sys.stderr)
+    print("compare.py:", printable(message), file=sys.stderr)
     sys.exit(2)
 
 

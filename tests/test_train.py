@@ -201,21 +201,21 @@ def test_flags_override_the_file_and_the_file_the_defaults(tmp_path):
     assert chosen == {"gamma": 0.25, "warmup_bytes": 5, "downsample_rate_target": 0.25, "training_bytes": 6_000_000_000, "policy_scale": 0.5}
 
 
-def test_a_configuration_file_sets_what_it_assigns_at_its_top_level_and_nothing_else(tmp_path):
+def test_a_configuration_files_own_names_are_no_hyperparameters(tmp_path):
     config = tmp_path / "config.py"
     config.write_text("\ufeffimport math\nfrom pathlib import Path\n_half = 0.5\ndef half(x): return _half * whole(x)\ndef whole(x): return x\n"
-                      "for i in range(2): pass\ngamma = half(1)\nout_dir = str(Path(__file__).parent / 'out')\nn_mid_layers = math.isqrt(9)\n")
+                      "for i in range(2): pass\nif i: seed = 7\ngamma = half(1)\nout_dir = str(Path(__file__).parent / 'out')\nn_mid_layers = math.isqrt(9)\n")
     chosen = read_command_line([str(config)], train.DEFAULTS)
-    assert chosen == {"gamma": 0.5, "out_dir": f"{tmp_path}/out", "n_mid_layers": 3}
+    assert chosen == {"gamma": 0.5, "out_dir": f"{tmp_path}/out", "n_mid_layers": 3, "seed": 7}
 
 
 def test_of_a_log_the_lines_that_are_no_records_are_left_out_with_a_word(tmp_path, capsys):
     log = tmp_path / "log.jsonl"
     for step in 1, 2, 3:
-        train.log(log, {"step": step, "bytes": step, "auto": math.inf})
+        train.log(log, {"step": step, "bytes": step, "auto": math.inf, "rate": 0.2, "bytes_per_second": 1.0})
     log.write_bytes(b"\xff\x00\n[]\n{}\n" + b"[" * 10**5 + b"\n" + log.read_bytes()[:-9])
     train.shorten(log, 3)
-    assert [json.loads(line) for line in log.read_text().splitlines()] == [{"step": step, "bytes": step, "auto": None} for step in (1, 2)]
+    assert [(r["step"], r["auto"]) for r in map(json.loads, log.read_text().splitlines())] == [(1, None), (2, None)]
     assert "5 lines" in capsys.readouterr().err
 
 
@@ -272,6 +272,9 @@ def test_the_papers_configurations_have_the_papers_sizes_and_values(name, flags,
     (["--boundaries=no/such/ckpt.pt", "--seq_len=64"], "no checkpoint no/such/ckpt.pt"),
     (["--batch_size=0"], "batch_size=0 is not within 1 and"),
     (["--learning_rate=1e400"], "learning_rate='1e400'"),
+    (["--learning_rate=1e-999999999"], "learning_rate=0.0 is not within"),
+    (["--embedding_dim=1e9"], "embedding_dim=1000000000 is not within"),
+    (["--\x1b[31m=1"], "unknown hyperparameter '\u241b[31m'"),
     (["--seed=-1"], "seed=-1 is not within 0 and"),
     (["--BOS=1"], "unknown hyperparameter 'BOS'"),
     (["--boundaries=words"], "boundaries='words' is none of learned, uniform"),

@@ -44,6 +44,7 @@ import torch
 
 import model
 import train
+from config.command_line import BOUNDARIES
 from conftest import TINY
 from experiments import compare
 
@@ -66,15 +67,17 @@ kills, inline = Counter(), False
 # Programs.
 
 
-def program(name, *arguments, environment={}, stop=False):
-    """A function that does what `python NAME ARGUMENTS` does; with `stop` until it makes a model, which model.json then describes."""
+def program(name, *arguments, environment={}, stop=None):
+    """A function that does what `python NAME ARGUMENTS` does; with stop="model" until it makes a model, which model.json then describes,
+    with stop="optimizer" until it makes an optimizer, when the data is open."""
     def make_model(config):
         Path("model.json").write_text(json.dumps(asdict(config)))
         sys.exit()
 
     def work():
         with (mock.patch.dict(os.environ, environment), mock.patch.object(sys, "argv", [name, *arguments]),
-              mock.patch.object(model, "make_model", make_model if stop else model.make_model)):
+              mock.patch.object(model, "make_model", make_model if stop == "model" else model.make_model),
+              mock.patch.object(torch.optim, "AdamW", (lambda *_, **__: sys.exit()) if stop == "optimizer" else torch.optim.AdamW)):
             exec(CODE[name], {"__name__": "__main__", "__file__": str(ROOT / name)})
     return work
 
@@ -245,7 +248,7 @@ def flags(rng):
         odd.append(rng.choice(forms))
         arguments.insert(rng.randint(0, len(arguments)), odd[-1])
     environment = rng.choice([{}] * 50 + [{"WORLD_SIZE": size} for size in ("0", "-1", "x", "")])
-    what = wrong(run(program("train.py", *arguments, environment=environment, stop=True)))
+    what = wrong(run(program("train.py", *arguments, environment=environment, stop="model")))
     return what and f"{what}; {odd} {environment}"
 
 
@@ -257,7 +260,7 @@ def configs(rng):
     raw = "\n".join([*pieces, ""]).encode()
     raw = rng.choice([raw] * 7 + [b"\xef\xbb\xbf" + raw, raw.replace(b"\n", b"\r\n"), raw + b"\xff"])
     Path("config.py").write_bytes(raw)
-    ended = run(program(*TRAIN, "config.py", stop=True))
+    ended = run(program(*TRAIN, "config.py", stop="model"))
     what = wrong(ended, (2,) if bad or raw.endswith(b"\xff") else (0, 2) if either else (0,))
     if not what and ended.code == 0:
         expected = {key: value for piece in pieces for key, value in GOOD.get(piece, {}).items()}
@@ -272,7 +275,7 @@ def meta(rng):
     before = json.loads(path.read_text())
     path.write_bytes(damage(path.read_bytes(), rng))
     seq_len = rng.choice([32, 96])  # the data's rows have 256 bytes
-    ended = run(program(*TRAIN, f"--seq_len={seq_len}", stop=True))
+    ended = run(program(*TRAIN, f"--seq_len={seq_len}", stop="optimizer"))
     if ended.code == 0:
         after = json.loads(path.read_bytes())
         if seq_len == 96 or any((before[split]["bytes"], {*before[split]["sha256"]}) != (after[split]["bytes"], {*after[split]["sha256"]})
@@ -291,7 +294,7 @@ def shards(rng):
         path.mkdir()
     elif other != "missing":
         path.write_bytes(other)
-    return wrong(run(program(*TRAIN, stop=True)), (2,))
+    return wrong(run(program(*TRAIN, stop="optimizer")), (2,))
 
 
 def progress(rng):
@@ -362,7 +365,7 @@ def runs(rng):
               float: ["0", "1e-320", "1e-30", "0.999999", "1", "1e9", "1e30", "1e308"]}
     numbers = {key: type(value) for key, value in train.DEFAULTS.items() if type(value) in values and key != "training_bytes"}
     odd = [f"--{key}={rng.choice(values[numbers[key]])}" for key in rng.sample([*numbers], rng.choice([1, 1, 2]))]
-    odd.append(f"--boundaries={rng.choice([name for name in train.BOUNDARIES if name != 'bpe'])}")
+    odd.append(f"--boundaries={rng.choice([name for name in BOUNDARIES if name != 'bpe'])}")
     ended = run(program(*TRAIN, "--training_bytes=384", *odd))
     what = wrong(ended, (0, 1, 2))
     if not what and ended.code == 0:
