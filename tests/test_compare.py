@@ -2,11 +2,13 @@ import json
 import shutil
 
 import pytest
+import torch
 
+from config.command_line import read_command_line
 from conftest import TINY
 from experiments import compare, figures
 from model import load_checkpoint
-from train import flops_per_byte
+from train import DEFAULTS, flops_per_byte
 
 
 def test_a_run_of_which_numbers_are_missing_is_a_row_that_says_so(tmp_path, trained):
@@ -17,6 +19,47 @@ def test_a_run_of_which_numbers_are_missing_is_a_row_that_says_so(tmp_path, trai
     assert not compare.write(tmp_path) and "diverged" in (tmp_path / "table.md").read_text()
     (folder / "log.jsonl").write_text(json.dumps(record | {"ends_between": None}) + "\n")
     assert compare.write(tmp_path) and f"{record['val_bpb']:.4f}" in (tmp_path / "table.md").read_text()
+
+
+def test_a_table_has_the_means_of_the_runs_last_evaluations_and_what_reaching_them_cost(tmp_path, trained, monkeypatch):
+    """Each stretch of bytes at the rate that it had; seconds at the run's median speed; entropy over five log lines."""
+    figures, (model, saved) = [], load_checkpoint(trained / "ckpt.pt")
+    monkeypatch.setattr(compare.plt, "close", figures.append)
+    for seed, system, entropies in (1, "learned", [4, 4, 2, 2, 1.9, 1.9, 2.3, 1]), (2, "learned", [4] * 8), (1, "learned-w1", [0] * 8):
+        folder = tmp_path / f"runs/{system}-{seed}"
+        folder.mkdir(parents=True)
+        torch.save(saved | {"config": saved["config"] | {"training_bytes": 8e6}}, folder / "ckpt.pt")
+        records = [{"step": i, "bytes": i * 1e6, "auto": 1.0, "rate": i / 10, "entropy": entropy, "bytes_per_second": 1e6 * (i < 4) + 1e4}
+                   for i, entropy in enumerate(entropies, 1)]
+        records += [{"step": i, "bytes": i * 1e6, "val_bpb": bpb + seed, "val_stderr": 0.01 * seed, "val_rate": 0.2 * seed,
+                     "ends_between": seed / 4} for i, bpb in ((4, 0.5), (8, 1.0))]
+        (folder / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in sorted(records, key=lambda r: r["step"])))
+    assert compare.write(tmp_path)
+    per_byte = [flops_per_byte(model, rate / 10, saved["config"]) for rate in range(9)]
+    half, whole = (sum(1e6 * per_byte[i] for i in range(1, n + 1)) for n in (4, 8))
+    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in (tmp_path / "table.md").read_text().splitlines()]
+    minutes = 8e6 / 1e4 / 60
+    assert rows[2] == ["learned", "2", "2.5000", "0.0150", "2.000, 3.000", "0.300", "38%", "8.0, never", f"{whole:.3g}", f"{minutes:.1f}"]
+    evaluations = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [e["flops"] for e in evaluations] == pytest.approx([half, whole] * 3)
+    assert [e["seconds"] for e in evaluations] == pytest.approx([4e6 / 1e4, 8e6 / 1e4] * 3)
+    lines = figures[0].axes[0].lines
+    assert [list(line.get_ydata()) for line in lines] == [[1.5, 2.0], [2.5, 3.0], [1.5, 2.0]]
+    assert all(list(line.get_xdata()) == pytest.approx([half, whole]) for line in lines)
+    assert lines[0].get_linestyle() == lines[1].get_linestyle() != lines[2].get_linestyle()
+
+
+@pytest.mark.parametrize("system, rate", [("learned", 1 / 5), ("hnet", 1 / 5), ("whitespace", 0.4)])
+def test_a_byte_costs_what_its_system_does_at_the_rate_it_will_have(system, rate, trained, tmp_path, monkeypatch):
+    """Of a pilot run: the rate asked for where it is learned, else the one measured. The first line of a log has compiled."""
+    monkeypatch.setattr(compare, "run", lambda flags, out_dir: shutil.copy(trained / "ckpt.pt", out_dir))
+    records = [{"step": i, "bytes": i, "auto": 1.0, "rate": rate, "bytes_per_second": speed}
+               for i, rate, speed in ((1, 0.9, 1), (2, 0.3, 1000), (3, 0.4, 2000), (4, 0.5, 9000))]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = [*TINY, f"--boundaries={system}"]
+    model, h = load_checkpoint(trained / "ckpt.pt")[0], DEFAULTS | read_command_line(flags, DEFAULTS)
+    assert compare.cost_of_a_byte(flags, tmp_path, "flops") == pytest.approx(flops_per_byte(model, rate, h))
+    assert compare.cost_of_a_byte(flags, tmp_path, "seconds") == pytest.approx(1 / 2000)
 
 
 def test_a_comparison_has_a_row_for_every_system_the_failed_too_and_a_finished_run_is_not_repeated(
@@ -55,7 +98,3 @@ def test_systems_of_equal_compute_read_what_it_allows(data, tmp_path, monkeypatc
     evaluations = [json.loads(line) for line in (tmp_path / "x/evaluations.jsonl").read_text().splitlines()]
     uniform, none = ([e for e in evaluations if e["system"] == system][-1] for system in ("uniform", "none"))
     assert none["length"] < 0.8 * uniform["length"] and none["flops"] == pytest.approx(uniform["flops"], rel=0.01)
-    log = tmp_path / "x/pilots/none/log.jsonl"
-    records = [json.loads(line) | {"bytes_per_second": 1000 * number} for number, line in enumerate(log.read_text().splitlines()[:-1], 1)]
-    log.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert compare.cost_of_a_byte([*flags, "--boundaries=none"], log.parent, "seconds") == pytest.approx(1 / 3000)  # of 2, 3 and 4 kB/s

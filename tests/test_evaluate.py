@@ -1,6 +1,7 @@
 import contextlib
 import json
 import math
+import shutil
 import statistics
 
 import numpy as np
@@ -8,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import ROOT
 from experiments import evaluate
 from model import BOS, ModelConfig, load_checkpoint, make_model
 
@@ -164,15 +164,20 @@ def test_held_out_rows_cost_what_the_model_says_and_the_json_has_the_table(train
 
 @pytest.mark.parametrize("arguments, message", [
     (["no/such.pt", "piqa"], "no checkpoint no/such.pt; train.py makes one"),
-    (["{tmp}/bad.pt", "piqa"], "bad.pt is no checkpoint of train.py"),
+    (["{tmp}/bad.pt", "piqa"], "bad.pt is no checkpoint of this version of train.py"),
+    (["{tmp}/foreign.pt", "piqa"], "foreign.pt names no dtype of this version of train.py; train anew"),
     (["{trained}/ckpt.pt"], "task"),
     (["{trained}/ckpt.pt", "boolq"], "unknown task 'boolq'; there are piqa, hellaswag, arc_easy, lambada and heldout"),
     (["{trained}/ckpt.pt", "piqa=no/such.jsonl"], "piqa=no/such.jsonl is no .json, .jsonl or .parquet file"),
     (["{trained}/ckpt.pt", "piqa={tmp}/bad.pt"], "bad.pt is no .json, .jsonl or .parquet file"),
     (["{trained}/ckpt.pt", "piqa={tmp}/broken.jsonl"], "piqa: cannot read {tmp}/broken.jsonl"),
-    (["{trained}/ckpt.pt", "piqa={tmp}/gap.jsonl"], "row 2 of {tmp}/gap.jsonl has no sol1, label; needed: goal, sol1"),
+    (["{trained}/ckpt.pt", "piqa={tmp}/empty.jsonl"], "empty.jsonl"),
+    (["{trained}/ckpt.pt", "piqa={tmp}/latin1.jsonl"], "piqa: cannot read {tmp}/latin1.jsonl"),
+    (["{trained}/ckpt.pt", "piqa={tmp}/numbers.json"], "numbers.json"),
+    (["{trained}/ckpt.pt", "piqa={tmp}/gap.jsonl"], "row 2 of {tmp}/gap.jsonl has no sol1, label, or of another type"),
     (["{trained}/ckpt.pt", "piqa={tmp}/hidden.jsonl"], "piqa: row 1 of {tmp}/hidden.jsonl is no row of piqa with its label"),
     (["{trained}/ckpt.pt", "hellaswag={tmp}/types.jsonl"], "hellaswag: row 1 of {tmp}/types.jsonl is no row of hellaswag"),
+    (["{trained}/ckpt.pt", "hellaswag={tmp}/text.jsonl"], "hellaswag: row 1 of {tmp}/text.jsonl has no endings, or of another type"),
     (["{trained}/ckpt.pt", "lambada={tmp}/one.jsonl"], "one.jsonl holds 1 items; a standard error takes two"),
     (["{trained}/ckpt.pt", "piqa"], "ybisk/piqa (ConnectionError: no network); without a network give a file: piqa=FILE"),
     (["{trained}/ckpt.pt", "heldout"], "name a folder that prepare.py made"),
@@ -192,10 +197,15 @@ def test_a_mistake_on_the_command_line_is_one_line(arguments, message, trained, 
 
     monkeypatch.setattr("datasets.load_dataset", offline)
     (tmp_path / "bad.pt").write_text("not a checkpoint")
+    torch.save(torch.load(trained / "ckpt.pt") | {"config": {}}, tmp_path / "foreign.pt")
     (tmp_path / "broken.jsonl").write_text('{"goal": \n')
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "latin1.jsonl").write_bytes(json.dumps(ROWS["piqa"] | {"goal": "é"}, ensure_ascii=False).encode("latin-1"))
+    (tmp_path / "numbers.json").write_text("[1, 2]")
     write(tmp_path / "gap.jsonl", [ROWS["piqa"], {"goal": "a", "sol2": "b"}])
     write(tmp_path / "hidden.jsonl", [ROWS["piqa"] | {"label": -1}])
     write(tmp_path / "types.jsonl", [ROWS["hellaswag"] | {"endings": [1, 2]}])
+    write(tmp_path / "text.jsonl", [ROWS["hellaswag"] | {"endings": "four"}])
     write(tmp_path / "one.jsonl", [ROWS["lambada"]])
     names = {"tmp": tmp_path, "trained": trained, "data": data}
     with pytest.raises(SystemExit) as stopped:
@@ -203,3 +213,39 @@ def test_a_mistake_on_the_command_line_is_one_line(arguments, message, trained, 
     out, error = capsys.readouterr()
     assert stopped.value.code == 2 and error.count("\n") == 1 and not out
     assert error.startswith("evaluate.py: ") and message.format(**names) in error
+
+
+def test_held_out_rows_that_are_not_what_meta_json_says_are_one_line(data, tmp_path, capsys):
+    folder = shutil.copytree(data, tmp_path / "set")
+    path, shard = folder / "meta.json", folder / "val_00000.bin"
+    text, rows = path.read_text(), shard.read_bytes()
+    meta = json.loads(text)
+    changes = [{"seq_len": 0}, {"seq_len": "64"}, {"seq_len": len(rows) - 1}, {"val": None}, {"val": meta["val"] | {"bytes": 64}},
+               {"val": meta["val"] | {"sha256": {"val_00009.bin": ""}}}, {"val": meta["val"] | {"sha256": [1]}}]
+    cases = [(broken, rows) for broken in ("", "{", "[1]", "[" * 100_000, "{}", *(json.dumps(meta | change) for change in changes))]
+    for broken, there in [*cases, (text, b""), (text, rows[:64]), (text, rows[:-1]), (text, rows + bytes(64))]:
+        path.write_text(broken)
+        shard.write_bytes(there)
+        with pytest.raises(SystemExit) as stopped:
+            evaluate.read_items(f"heldout={folder}")
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and error.count("\n") == 1 and str(path) in error and "make the data anew" in error
+    path.write_text(text)
+    shard.write_bytes(rows)
+    assert b"".join(choices[0] for _, choices, _ in evaluate.read_items(f"heldout={folder}")) == rows
+
+
+def test_a_full_disk_leaves_the_old_results_whole(trained, data, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.json").write_text("old")
+    monkeypatch.setattr(evaluate, "evaluate", lambda *_: {"task": "x" * 5000})
+    resource = pytest.importorskip("resource")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            evaluate.main([f"{trained}/ckpt.pt", f"heldout={data}", f"--json={tmp_path}/a.json"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.count("\n") == 1 and f"cannot write {tmp_path}/a.json" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"] and (tmp_path / "a.json").read_text() == "old"

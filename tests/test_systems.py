@@ -75,6 +75,32 @@ def test_generation_has_the_full_passs_likelihoods(name, toy_bpe):
     assert torch.equal(byte[:, :11], x[:, 1:]) and torch.equal(a, expected_a[:, 1:].bool())
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), byte.flatten(), reduction="none").view_as(nll)
     torch.testing.assert_close(nll, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(p, l[:, 1:].sigmoid(), atol=1e-5, rtol=1e-4)
+    assert name == "gumbel" or torch.equal(l > 0, expected_a.bool())  # without a draw p tells the decision
+
+
+@pytest.mark.parametrize("name", ["learned", "random"])
+@pytest.mark.parametrize("temperature, top_k", [(0.5, None), (2.0, 5), (0.0, 7)])
+def test_a_generated_byte_is_drawn_at_the_temperature_from_the_top_k(name, temperature, top_k):
+    model, B = small(name).eval(), 20000
+    model.head.weight.data[BOS] = 2 * model.head.weight.data[65]  # were it allowed, <bos> would be drawn
+    byte, _, _, nll = next(model.generate(torch.full((B, 1), BOS), 1, temperature, top_k))
+    logits = model(torch.tensor([[BOS]]))[0][0, 0]
+    torch.testing.assert_close(nll, -logits.log_softmax(0)[byte])  # at temperature 1, whatever was chosen from
+    best = logits[:BOS].topk(top_k or BOS).indices
+    weight = (logits[best] / temperature).exp() if temperature else torch.eye(len(best))[0]
+    p = torch.zeros(BOS).index_copy(0, best, weight / weight.sum())
+    assert ((byte.bincount(minlength=BOS) / B - p).abs() <= 4.5 * (p * (1 - p) / B).sqrt()).all()
+
+
+@pytest.mark.parametrize("name", ["uniform", "random", "whitespace", "bpe", "none"])
+def test_a_rules_boundaries_and_those_it_is_given_are_all_that_is_not_the_learned_model(name, toy_bpe):
+    model, learned, x = small(name), small("learned"), some_bytes(2, 40)
+    given = torch.rand(2, 40) < 0.5
+    given[:, 0] = True
+    for logits, early_logits, _, a in model(x), model(x, given):
+        torch.testing.assert_close((logits, early_logits), learned(x, a)[:2])
+    assert torch.equal(a, given)
 
 
 def test_uniform_is_evenly_spaced_and_random_keeps_the_rate():
@@ -88,6 +114,9 @@ def test_whitespace_marks_the_first_byte_after_a_word():
     text = "Hello, wörld 42\n\n  x=1".encode()  # SpaceByte's rule splits before the ö, whose first byte is no letter to it
     a = small("whitespace").rule(torch.tensor([[BOS, *text]]), None)[0, 1:].tolist()
     assert [i for i, here in enumerate(a) if here] == [text.index(z) for z in (b", ", "ö".encode(), b" 42", b"\n", b"=")]
+    word = [byte < 128 and chr(byte).isalnum() or 128 <= byte < 192 for byte in range(256)]
+    a = small("whitespace").rule(torch.tensor([[BOS, *(z for byte in range(256) for z in b"a%c" % byte)]]), None)[0, 1:]
+    assert a[1::2].tolist() == [not here for here in word] and a[2::2].sum() == 0  # each byte after a letter; a letter after each
 
 
 def test_bpe_marks_are_the_papers_example_and_survive_bytes_that_are_no_text(toy_bpe):
@@ -200,7 +229,7 @@ def test_every_system_trains_resumes_and_writes(name, toy_bpe, tmp_path):
 
 @pytest.mark.parametrize("name", ["learned", "gumbel", "hnet"])
 def test_a_taught_model_reads_what_its_teacher_draws_and_is_no_larger(name, tmp_path):
-    teacher, path, x, u = small(name), tmp_path / "ckpt.pt", some_bytes(2, 40), torch.rand(2, 40)
+    teacher, path, x, u = small(name, policy_softcap=0.5), tmp_path / "ckpt.pt", some_bytes(2, 40), torch.rand(2, 40)
     others = dict.fromkeys(("config", "optimizer", "scaler", "step", "rows_seen"))  # what a checkpoint has beside these
     torch.save(others | {"model": teacher.state_dict(), "model_config": asdict(teacher.config)}, path)
     taught = small(str(path)).train()
@@ -244,6 +273,7 @@ def test_gumbel_computes_its_equations_position_by_position_forward_and_gradient
     soft = ((logit - (u[0] / (1 - u[0])).log()) / 0.5).sigmoid()
     hard = [True] + [bool(u[0, i] < logit[i].sigmoid()) for i in range(1, N)]
     assert hard == (a[0] > 0.5).tolist() and 3 < sum(hard) < 27
+    torch.testing.assert_close(l[0], logit)
     drawn = [float(hard[i]) + soft[i] - soft[i].detach() for i in range(N)]
     ends, tokens = [i for i in range(N) if hard[i]], [model.null]
     for s, end in enumerate(ends[1:], 1):
@@ -283,6 +313,7 @@ def test_hnet_computes_its_equations_position_by_position_forward_and_gradient()
         p.append((1 - q @ k / q.norm() / k.norm()) / 2)
     at = [i for i in range(30) if p[i] >= 0.5]
     assert at == a[0].nonzero()[:, 0].tolist() and 3 < len(at) < 28
+    torch.testing.assert_close(l[0].sigmoid(), torch.stack(p), atol=1e-5, rtol=0)
     y = model.run(model.middle, X[:, at], torch.tensor([at]))[0]
     Y, z, t = [], None, -1
     for i in range(30):
