@@ -8,7 +8,7 @@ from config.command_line import read_command_line
 from conftest import TINY
 from experiments import compare, figures
 from model import load_checkpoint
-from train import DEFAULTS, flops_per_byte
+from train import DEFAULTS, flops_per_byte, read_log
 
 
 def test_a_run_of_which_numbers_are_missing_is_a_row_that_says_so(tmp_path, trained):
@@ -19,6 +19,12 @@ def test_a_run_of_which_numbers_are_missing_is_a_row_that_says_so(tmp_path, trai
     assert not compare.write(tmp_path) and "diverged" in (tmp_path / "table.md").read_text()
     (folder / "log.jsonl").write_text(json.dumps(record | {"ends_between": None}) + "\n")
     assert compare.write(tmp_path) and f"{record['val_bpb']:.4f}" in (tmp_path / "table.md").read_text()
+    shutil.copytree(folder, tmp_path / "runs/random-1337")  # a good one, last in the table
+    (folder / "failure.txt").write_text("no disk")
+    assert not compare.write(tmp_path) and "| seed 1337: no disk |" in (tmp_path / "table.md").read_text()
+    (folder / "failure.txt").unlink()
+    (folder / "log.jsonl").write_text(json.dumps(record | {"bytes": 1408}) + "\n")
+    assert not compare.write(tmp_path) and "| seed 1337 stopped at 0.0 MB |" in (tmp_path / "table.md").read_text()
 
 
 def test_a_table_has_the_means_of_the_runs_last_evaluations_and_what_reaching_them_cost(tmp_path, trained, monkeypatch):
@@ -68,6 +74,7 @@ def test_a_comparison_has_a_row_for_every_system_the_failed_too_and_a_finished_r
     flags = ["--bytes=1024", "--name=x", *TINY, f"--data={data}"]
     assert compare.main([*flags, "--systems=uniform,learned-w1,bpe"]) == 1  # the data has no marks of BPE tokens
     first = (tmp_path / "x/table.md").read_text()
+    (tmp_path / "x/runs/uniform-1337/failure.txt").write_text("of a try before")
     assert compare.main([*flags, "--systems=uniform"]) == 1
     assert (tmp_path / "x/table.md").read_text() == first
     with pytest.raises(SystemExit):
@@ -91,10 +98,24 @@ def test_a_comparison_has_a_row_for_every_system_the_failed_too_and_a_finished_r
         assert (tmp_path / "x" / name).stat().st_size > 1000
 
 
-def test_systems_of_equal_compute_read_what_it_allows(data, tmp_path, monkeypatch):
+def test_every_system_and_seed_is_trained_as_asked_for_as_many_bytes_as_equal_compute_allows(tmp_path, monkeypatch):
+    asked, costs = {}, {"uniform": 2.0, "learned-w2": 5.0}
     monkeypatch.setattr(compare, "RESULTS", tmp_path)
-    flags = [*TINY, f"--data={data}", "--eval_interval=1000"]
-    compare.main(["--systems=uniform,none", "--bytes=2e4", "--equal=flops", "--name=x", *flags])
-    evaluations = [json.loads(line) for line in (tmp_path / "x/evaluations.jsonl").read_text().splitlines()]
-    uniform, none = ([e for e in evaluations if e["system"] == system][-1] for system in ("uniform", "none"))
-    assert none["length"] < 0.8 * uniform["length"] and none["flops"] == pytest.approx(uniform["flops"], rel=0.01)
+    monkeypatch.setattr(compare, "cost_of_a_byte", lambda flags, out_dir, equal: costs[out_dir.name] if equal == "flops" else 1.0)
+    monkeypatch.setattr(compare, "run", lambda flags, out_dir: asked.update({out_dir.name: read_command_line(flags, DEFAULTS)}))
+    flags = ["--systems=uniform,learned-w2", "--seeds=2", "--first_seed=7", "--bytes=1e6", "--equal=flops", "--gamma=0.5"]
+    assert compare.main(flags) == 1  # no run left a checkpoint
+    uniform, learned = {"gamma": 0.5, "boundaries": "uniform"}, {"gamma": 0.5, "boundaries": "learned", "policy_window": 2}
+    assert asked == {f"{name}-{seed}": its | {"seed": seed, "training_bytes": length} for seed in (7, 8)
+                     for name, its, length in (("uniform", uniform, 1_000_000), ("learned-w2", learned, 400_000))}
+
+
+def test_a_pilot_run_tells_what_a_byte_costs_or_why_not(data, tmp_path, capsys):
+    flags = [*TINY, f"--data={data}", "--boundaries=none"]
+    cost, h = compare.cost_of_a_byte(flags, tmp_path / "pilot", "flops"), DEFAULTS | read_command_line(flags, DEFAULTS)
+    assert cost == flops_per_byte(load_checkpoint(tmp_path / "pilot/ckpt.pt")[0], 1.0, h)
+    assert [r["step"] for r in read_log(tmp_path / "pilot/log.jsonl") if "auto" in r] == [20, 40, 60, 80]
+    (tmp_path / "pilot/ckpt.pt").unlink()
+    with pytest.raises(SystemExit):
+        compare.cost_of_a_byte([*flags, "--data=no/such"], tmp_path / "pilot", "flops")
+    assert "compare.py: no pilot run: train.py: no no/such/meta.json" in capsys.readouterr().err
