@@ -597,7 +597,9 @@ def main(argv):
                   f"{results['ends_between']:.0%} between words, {results['ends_after']:.0%} on first letters | "
                   f"{results['token_length']:.1f} +- {results['token_length_std']:.1f} bytes")
             print("".join(as_terminal(line, sys.stdout.isatty() and "NO_COLOR" not in os.environ)))
-            log({"step": step, "bytes": bytes_seen} | results)
+            shown = {"text": bytes(byte for byte, *_ in line).decode("latin-1"), "ends": [i for i, (_, a, _) in enumerate(line) if a],
+                     "p": bytes(round(255 * p) for *_, p in line).hex()}
+            log({"step": step, "bytes": bytes_seen} | results | {"line": shown})
             last_time += time.perf_counter() - started
         if due or stopping:
             save()
