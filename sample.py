@@ -38,12 +38,13 @@ def characters(stream):
     decoder, ends, p = codecs.getincrementaldecoder("utf-8")("replace"), False, 0.0
     for byte, a, next_p in stream:
         text = decoder.decode(bytes([byte]))
-        if len(text) > 1:  # this byte showed that those before it were no character
-            yield printable(text[:-1]), ends, p
+        own = "" if decoder.getstate()[0] else text[-1]  # what this byte ends; it begins the next character if it has to wait
+        if before := text[: len(text) - len(own)]:  # this byte showed that those before it were no character
+            yield printable(before), ends, p
             ends = False
         ends, p = ends or a, next_p
-        if text:
-            yield printable(text[-1]), ends, p
+        if own:
+            yield printable(own), ends, p
             ends = False
     if text := decoder.decode(b"", final=True):
         yield printable(text), ends, p
