@@ -34,12 +34,13 @@ def characters(stream):
     decoder, ends, p = codecs.getincrementaldecoder("utf-8")("replace"), False, 0.0
     for byte, a, next_p in stream:
         text = decoder.decode(bytes([byte]))
-        if len(text) > 1:  # this byte showed that those before it were no character
-            yield printable(text[:-1]), ends, p
+        own = "" if decoder.getstate()[0] else text[-1]  # what this byte ends; it begins the next character if it has to wait
+        if before := text[: len(text) - len(own)]:  # this byte showed that those before it were no character
+            yield printable(before), ends, p
             ends = False
         ends, p = ends or a, next_p
-        if text:
-            yield printable(text[-1]), ends, p
+        if own:
+            yield printable(own), ends, p
             ends = False
     if text := decoder.decode(b"", final=True):
         yield printable(text), ends, p
@@ -53,31 +54,95 @@ def as_terminal(stream, colour):
         yield text + MARK * ends
 
 
-def as_html(streams):
-    """A page with one block of text for each of the lists of (byte, a, p)."""
-    blocks = []
-    for stream in streams:
-        spans = []
-        for text, ends, p in characters(stream):
-            low, high, t = (*CIVIDIS[:2], 2 * p) if p < 0.5 else (*CIVIDIS[1:], 2 * p - 1)
-            background = ",".join(str(round(x + (y - x) * t)) for x, y in zip(low, high))
-            spans.append(f'<span style="background:rgb({background});color:{"white" if p < 0.5 else "black"}" title="p = {p:.2f}"'
-                         f'{" class=end" if ends else ""}>{html.escape(text).replace(chr(10), "⏎" + chr(10))}</span>')
-        blocks.append(f"<pre>{''.join(spans)}</pre>")
-    gradient = ",".join(f"rgb{colour}" for colour in CIVIDIS)
+STYLE = """
+:root { color-scheme: light dark; } body { font: 16px/1.5 sans-serif; margin: 2em auto; max-width: 60em; padding: 0 1em; }
+.text { font: 15px/1.7 monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+.text > div { content-visibility: auto; contain-intrinsic-size: auto 50em; }
+.text span:is(:focus, :hover) { outline: 2px solid CanvasText; outline-offset: 1px; scroll-margin: 6em; }
+.line::before { content: "⏎"; }
+.end { box-shadow: inset -2px 0 #e00, inset -3px 0 #fff; }
+.end::after { content: "│"; position: absolute; opacity: 0; pointer-events: none; } /* for those who hear the page */
+#told { position: sticky; bottom: 0; padding: .5em 0; border-top: 1px solid; background: Canvas; }
+"""
+SCRIPT = r"""
+const told = document.getElementById("told");
+function cells(chunk) { // a span a character, made when the chunk comes near: a million at once would take seconds
+  const all = chunk?.dataset.of.split(" ");
+  if (all && !chunk.firstElementChild) chunk.replaceChildren(...[...chunk.textContent].map((textContent, i) => {
+    const of = all[i].split(","); // bytes in hex, 100 p, 100 bits, whether a token ends
+    const className = `c${of[1]}${of[3] ? " end" : ""}${textContent == "\n" ? " line" : ""}`;
+    return Object.assign(document.createElement("span"), {textContent, className, of, tabIndex: -1});
+  }));
+  return [...chunk?.children || []];
+}
+function tell({target: {of, textContent}}) {
+  if (of) told.textContent = `${textContent == "\n" ? "⏎" : textContent} \u2002 p = ${(of[1] / 100).toFixed(2)}, bytes `
+    + `${of[0].match(/../g).join(" ")}, ${(of[2] / 100).toFixed(2)} bits${of[3] ? ", a token ends" : ""}`;
+}
+function across(span, lines) { // the character in the same column, or the last before it
+  const {left, top, height} = span.getClientRects()[0], y = top + height / 2 + lines * parseFloat(getComputedStyle(span).lineHeight);
+  for (let x = left + 4, at; x > 0; x -= 4) if ((at = document.elementFromPoint(x, y))?.of) return at;
+}
+const moves = {ArrowRight: span => span.nextSibling || cells(span.parentNode.nextElementSibling)[0], ArrowDown: span => across(span, 1),
+  ArrowLeft: span => span.previousSibling || cells(span.parentNode.previousElementSibling).at(-1), ArrowUp: span => across(span, -1)};
+const near = new IntersectionObserver(seen => seen.forEach(one => one.isIntersecting && cells(one.target)), {rootMargin: "100%"});
+document.querySelectorAll(".text > div").forEach(chunk => near.observe(chunk));
+for (const kind of ["pointerover", "focusin"]) document.addEventListener(kind, tell);
+document.addEventListener("keydown", event => {
+  const {key, target} = event, text = target.closest(".text");
+  if (!text || !moves[key] || event.ctrlKey || event.altKey || event.metaKey) return;
+  event.preventDefault();
+  text.at = target.of ? moves[key](target) || target : text.at || cells(text.firstChild)[0];
+  text.at.focus();
+});
+"""
+CHUNK = 2000  # characters of a page that are laid out together
+
+
+def cell_colours(percent):
+    """Of a cell and of the text in it, #rrggbb: the text's contrast is at least 4.5."""
+    low, high, t = (*CIVIDIS[:2], percent / 50) if percent < 50 else (*CIVIDIS[1:], percent / 50 - 1)
+    return "#" + bytes(round(x + (y - x) * t) for x, y in zip(low, high)).hex(), "#ffffff" if percent < 47 else "#000000"
+
+
+def page(title, body):
+    """An HTML page that needs no other file: legend, body, and the style of spans of class c0 to c100, 100 p, and end."""
+    rules = "".join(".c{} {{ background: {}; color: {}; }}\n".format(percent, *cell_colours(percent)) for percent in range(101))
     return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Token boundaries</title>
-<style>
-body {{ font-family: sans-serif; margin: 2em auto; max-width: 60em; }}
-pre {{ font-size: 15px; line-height: 1.7; white-space: pre-wrap; overflow-wrap: anywhere; }}
-.end {{ border-right: 3px solid #e00; }}
-.scale {{ display: inline-block; width: 12em; height: .8em; background: linear-gradient(to right,{gradient}); }}
-</style>
-<p>probability of a boundary after the character: 0 <span class="scale"></span> 1
-&emsp; <span class="end">&nbsp;</span> a token ends here</p>
-{"".join(blocks)}
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<style>{STYLE}{rules}</style>
+<h1>{title}</h1>
+<p>probability p of a boundary after the character: 0 <span style="padding: 0 6em; background: linear-gradient(to right,
+{", ".join(cell_colours(i)[0] for i in (0, 50, 100))})"></span>&nbsp;1 &emsp; <span class="c50 end">&nbsp;</span> a token ends here</p>
+{body}
 </html>
 """
+
+
+def as_html(texts):
+    """A page of texts, each (heading, [(byte, a, p, nats)]): the colour is p; a character that is pointed at tells p, bytes and bits."""
+    blocks = []
+    for heading, steps in texts:
+        chunks, first, heading = [[]], 0, html.escape(printable(heading))
+        for text, ends, last in characters((byte, a, i) for i, (byte, a, *_) in enumerate(steps)):  # in p's place the byte's number
+            own, before = steps[first : last + 1], chunks[-1]
+            first, bits = last + 1, sum(nats for *_, nats in own) / math.log(2)
+            if len(before) >= CHUNK and (before[-1][0] == "\n" or len(before) == 2 * CHUNK):
+                chunks.append([])
+            cell = f"{bytes(byte for byte, *_ in own).hex()},{round(100 * own[-1][2])},{round(100 * bits)}{',1' * ends}"
+            chunks[-1].append((html.escape(text, quote=False), cell))
+        divs = "".join('<div data-of="{1}">{0}</div>'.format("".join(text for text, _ in chunk), " ".join(cell for _, cell in chunk))
+                       for chunk in chunks)
+        blocks.append(f'<h2>{heading}</h2>\n<div class="text" role="application" tabindex="0" aria-label="{heading}: arrow keys go from '
+                      f'character to character">{divs}</div>')
+    hint = "Point at a character, or press Tab and then arrow keys, to see its p, its bytes and the bits that they cost."
+    return page("Token boundaries", f'{"".join(blocks)}<p id="told" role="status">{hint}</p><script>{SCRIPT}</script>')
+
+
+def write(path, text):
+    """Writes a file whole or, if the disk is full, not at all."""
+    Path(f"{path}.part").write_text(text, encoding="utf-8")
+    os.replace(f"{path}.part", path)
 
 
 def generated(model, prompt, options):
@@ -165,7 +230,7 @@ def main(argv=None):
     print(f"{len(steps)} bytes, {tokens} tokens, {len(steps) / max(tokens, 1):.2f} bytes per token, "
           f"{bits / len(steps):.3f} bits per byte, {len(steps) / seconds:.0f} bytes per second")
     if options.html:
-        Path(options.html).write_text(as_html([[step[:3] for step in text] for text in shown]), encoding="utf-8")
+        write(options.html, as_html([(options.score or f"sample {i}", text) for i, text in enumerate(shown, 1)]))
 
 
 if __name__ == "__main__":
