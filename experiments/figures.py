@@ -189,7 +189,7 @@ def main(argv):
     parser.add_argument("--name", default="try", help="of the folder of results")
     parser.add_argument("--text", metavar="FILE", help="show the boundaries of this text; without it, of a held-out row")
     parser.add_argument("--watch", metavar="LOG", type=Path, help="show how this run learned, instead")
-    parser.error = lambda message: parser.exit(1, f"figures.py: {message}\n")
+    parser.error = lambda message: parser.exit(2, f"figures.py: {message}\n")
     options = parser.parse_args(argv)
     results = RESULTS / options.name
     first = {}  # of each system
