@@ -181,7 +181,6 @@ def draw(z, threshold):
     return decision.gather(2, history[:, :N, None]).squeeze(2)
 
 
-@torch.compiler.disable  # reads M on the host
 def token_positions(a):
     """Byte position of each token (B, M), and the token that each byte reads from (B, N); a (B, N) bool, a[:, 0] True.
 
@@ -192,7 +191,6 @@ def token_positions(a):
     positions = torch.zeros(a.size(0), M + 1, dtype=torch.long, device=a.device)
     byte = torch.arange(a.size(1), device=a.device).expand_as(token)
     positions = positions.scatter(1, torch.where(a, token, M), byte)[:, :M]  # column M takes what is no boundary
-    torch._dynamo.mark_dynamic(positions, 1)  # compiled once for every M
     return positions, token
 
 
@@ -419,12 +417,15 @@ def load_checkpoint(path):
         if damaged := zipfile.ZipFile(path).testzip():  # torch writes checksums and does not compare them
             raise ValueError(damaged)
         saved = torch.load(path, map_location="cpu", weights_only=True)
+        if lacking := {"model", "model_config", "config", "optimizer", "scaler", "step", "rows_seen"} - saved.keys():
+            raise KeyError(", ".join(sorted(lacking)))
         model = make_model(ModelConfig(**saved["model_config"]))
         model.load_state_dict(saved["model"])
-    except FileNotFoundError:  # that of the model whose boundaries this one takes
+    except (FileNotFoundError, PermissionError):  # that of the model whose boundaries this one takes, too
         raise
     except Exception as error:  # torch.load raises whatever the bytes made it stumble over
-        raise ValueError(f"{path} is no checkpoint of train.py, or was damaged ({type(error).__name__})") from None
+        what = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise ValueError(f"{path} is no checkpoint of this version of train.py, or was damaged ({what})") from None
     if not all(weights.isfinite().all() for weights in model.parameters()):
         raise ValueError(f"{path} holds weights that are not finite; its run diverged")
     return model.eval(), saved

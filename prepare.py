@@ -8,7 +8,7 @@
 writes data/<name>/train_00000.bin, ..., val_00000.bin, ...: rows of --seq_len bytes and nothing
 else, so np.memmap(path, np.uint8).reshape(-1, seq_len) reads a shard. meta.json comes last: where
 it is, the set is complete. An interrupted run, started again with the same options, goes on from
-its last complete shard and ends with the same files.
+its last complete shard and ends with the same files. --verify checks a finished set against meta.json.
 
 --bpe adds train_00000.bpe, ...: a bit for every byte of the shard (np.unpackbits reads them), 1 where train.py
 --boundaries=bpe ends a token.
@@ -40,13 +40,32 @@ HF_DEFAULTS = {
 }
 
 
-def die(message):
+def printable(text):
+    """Text that is safe to send to a terminal: control characters become their pictures."""
+    return "".join(c if c.isprintable() or c == "\n" else chr(0x2400 + ord(c)) if ord(c) < 32 else "\ufffd" for c in text)
+
+
+def die(message, code=2):
     """Ends the program the way every mistake does: one line on stderr, exit code 2."""
-    print("prepare.py:", " ".join(str(message).split()), file=sys.stderr)
-    sys.exit(2)
+    print("prepare.py:", printable(" ".join(str(message).split())), file=sys.stderr)
+    sys.exit(code)
 
 
 # ---- sources: each document is a binary file object -----------------------------------------
+
+def walk(folder):
+    """os.walk, which follows no links to folders, and ends the program where a folder cannot be read."""
+    return os.walk(folder, onerror=lambda error: die(f"{error}; make it readable, or leave it out of --input"))
+
+
+def expand(pattern):
+    """What a glob matches. Like glob.glob, ** goes to no hidden folders, but also through no links to folders, which may loop."""
+    head, deep, tail = pattern.partition("**")
+    if not deep:
+        return glob.glob(pattern)
+    folders = [folder for top in glob.glob(head or "./") for folder, _, _ in walk(top) if os.sep + "." not in folder[len(top) - 1 :]]
+    return [match for folder in folders for match in expand(glob.escape(folder) + tail)]
+
 
 def find_files(inputs, out_dir):
     """Sorted real paths of all files that the files, folders and globs name, each once.
@@ -55,11 +74,11 @@ def find_files(inputs, out_dir):
     """
     own, found = os.path.realpath(out_dir) + os.sep, set()
     for name in inputs:
-        matches = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
+        matches = [name] if os.path.exists(name) else expand(name)
         if not matches:
             die(f"--input={name}: no such file or folder, and no glob that matches one")
         for match in matches:
-            inside = (os.path.join(d, f) for d, _, names in os.walk(match) for f in names)
+            inside = (os.path.join(d, f) for d, _, names in walk(match) for f in names)
             found.update(map(os.path.realpath, inside if os.path.isdir(match) else [match]))
     return sorted(path for path in found if os.path.isfile(path) and not path.startswith(own))
 
@@ -95,8 +114,7 @@ def load_hf(options):
         import huggingface_hub
         datasets.disable_progress_bars()
         huggingface_hub.logging.set_verbosity_error()  # it tells of each retry
-        dataset = datasets.load_dataset(
-            **where, name=options.get("hf_name"), split=options["split"], streaming=True)
+        dataset = datasets.load_dataset(**where, name=options.get("hf_name"), split=options["split"], streaming=True)
         first = next(iter(dataset), None)  # reach the data before anything is written
     except Exception as error:  # datasets, its file systems and its parsers have dozens
         die(f"cannot open --hf_path={path} --split={options['split']}: {error}")
@@ -141,19 +159,41 @@ def lock(folder):
     return file
 
 
-def write_json(path, value):
+def sealed(state):
+    """The state with its own sha256: with a damaged one, the same command would make another set, unnoticed."""
+    state = {key: value for key, value in state.items() if key != "sha256"}
+    return {**state, "sha256": hashlib.sha256(json.dumps(state).encode()).hexdigest()}
+
+
+def write_json(path, state):
     aside = Path(f"{path}.part")
-    aside.write_text(json.dumps(value, indent=1) + "\n")
+    aside.write_text(json.dumps(sealed(state), indent=1) + "\n")
     os.replace(aside, path)
 
 
+def read_state(path):
+    """Returns what meta.json or progress.json holds, and the sha256 of each shard that it names; refuses what is damaged."""
+    try:
+        state = json.loads(path.read_bytes())
+        shards = {**state["train"]["sha256"], **state["val"]["sha256"]}
+        earlier = path.name == "meta.json" and "sha256" not in state and state["options"].keys()  # when it was not sealed yet
+        if earlier or state == sealed(state):
+            return state, shards
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    die(f"{path} is damaged or of another version of prepare.py; remove {path.parent} and start again, or give another --out_dir")
+
+
 def digest(file, hasher):
-    """Hashes a file object to its end; returns (hasher, number of bytes)."""
-    size = 0
+    """Hashes a file object to its end; returns the hasher."""
     while block := file.read(BLOCK):
         hasher.update(block)
-        size += len(block)
-    return hasher, size
+    return hasher
+
+
+def sha256_of(path):
+    with open(path, "rb") as file:
+        return digest(file, hashlib.sha256()).hexdigest()
 
 
 @functools.lru_cache
@@ -200,10 +240,8 @@ def close_part(file, split, state):
     part = Path(file.name)
     if not part.stat().st_size:
         return part.unlink()
-    with open(part, "rb") as whole:
-        sha256 = digest(whole, hashlib.sha256())[0].hexdigest()
+    state[split]["sha256"][part.stem] = sha256_of(part)
     os.replace(part, part.with_suffix(""))
-    state[split]["sha256"][part.stem] = sha256
 
 
 def write_shards(documents, out_dir, state):
@@ -224,7 +262,8 @@ def write_shards(documents, out_dir, state):
     with tqdm(total=limit if limit < math.inf else None, initial=total, unit="B",
               unit_scale=True, disable=None) as bar:  # None: not when stderr is no terminal
         for document in documents:
-            hasher, size = digest(document, hashlib.blake2b(digest_size=8))
+            hasher = digest(document, hashlib.blake2b(digest_size=8))
+            size = document.tell()
             is_val = int.from_bytes(hasher.digest(), "big") < options["val_fraction"] * 2**64
             split = "val" if is_val else "train"
             rows = size // seq_len if options["split_documents"] else min(size // seq_len, 1)
@@ -282,15 +321,14 @@ def write_shards(documents, out_dir, state):
 # ---- command line ----------------------------------------------------------------------------
 
 def byte_count(text):
-    if not 1 <= float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    if not 1 <= float(text) < math.inf or float(text) % 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
     return int(float(text))
 
 
 def parse(argv):
     """Returns (out_dir, the options that decide what is written)."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = die
     add = parser.add_argument
     add("--dataset", default="stdlib", choices=["stdlib", "files", *HF_DEFAULTS])
@@ -308,6 +346,7 @@ def parse(argv):
     add("--max_bytes", type=byte_count, help="stop after so many bytes of rows, e.g. 6e9")
     add("--shard_bytes", type=byte_count, default=10**8, help="size of a shard (%(default)s)")
     add("--bpe", action="store_true", default=None, help="mark the ends of o200k_base's tokens too (needs tiktoken)")
+    add("--verify", action="store_true", help="only check a finished set against the sha256 in its meta.json")
     options = vars(parser.parse_args(argv))
 
     name, out_dir, dataset = options.pop("name"), options.pop("out_dir"), options["dataset"]
@@ -337,23 +376,32 @@ def parse(argv):
 
 
 def load_state(out_dir, options):
-    """Returns what meta.json or progress.json holds, None without them; refuses other options."""
-    for name in ["meta.json", "progress.json"]:
-        if not (out_dir / name).exists():
+    """Returns what meta.json or progress.json holds, None without them; refuses other options and shards of a wrong length."""
+    for path in [out_dir / "meta.json", out_dir / "progress.json"]:
+        if not path.exists():
             continue
-        state = json.loads((out_dir / name).read_text())
+        state, shards = read_state(path)
         old = state["options"]
-        others = [f"{k}={old.get(k)} (now {options.get(k)})"
-                  for k in {**old, **options} if old.get(k) != options.get(k)]
+        others = [f"{k}={old.get(k)} (now {options.get(k)})" for k in {**old, **options} if old.get(k) != options.get(k)]
         if others:
-            die(f"{out_dir} holds a set made with {', '.join(others)}; "
-                "remove it or give another --out_dir")
-        for shard in [*state["train"]["sha256"], *state["val"]["sha256"]]:
-            if not (out_dir / shard).exists():
-                die(f"{out_dir / shard} is missing; remove {out_dir} and start again")
+            die(f"{out_dir} holds a set made with {', '.join(others)}; remove it or give another --out_dir")
+        for shard in (out_dir / name for name in shards):
+            if not shard.exists() or path.name != "meta.json" and shard.stat().st_size * BYTES_IN[shard.suffix[1:]] != old["shard_bytes"]:
+                die(f"{shard} is missing or not as long as {path.name} says; remove {out_dir} and start again")
         return state
     if any(out_dir.glob("train_*.bin")) or any(out_dir.glob("val_*.bin")):
         die(f"{out_dir} holds shards without meta.json; remove them or give another --out_dir")
+
+
+def verify(out_dir):
+    """Compares the sha256 of every shard with meta.json; exit code 1 where one differs."""
+    told, paths = read_state(out_dir / "meta.json")[1], [*out_dir.glob("train_*.b*"), *out_dir.glob("val_*.b*")]
+    there = {path.name: sha256_of(path) for path in tqdm(paths, unit=" shards", disable=None)}
+    wrong = [f"{name} has sha256 {there.get(name, 'none')}, meta.json tells of {told.get(name, 'none')}"
+             for name in sorted({*told, *there}) if told.get(name) != there.get(name)]
+    if wrong:
+        die(f"{'; '.join(wrong)}; remove {out_dir} and make it again", code=1)
+    print(printable(f"{out_dir}: all {len(told)} shards agree with meta.json"))
 
 
 def prepare(out_dir, options):
@@ -364,7 +412,7 @@ def prepare(out_dir, options):
     state = load_state(out_dir, options)
     if (out_dir / "meta.json").exists():
         (out_dir / "progress.json").unlink(missing_ok=True)
-        print(f"{out_dir} is already there, with these options")
+        print(printable(f"{out_dir} is already there, with these options"))
         return
     dataset, files = None, []
     if options["dataset"] in HF_DEFAULTS:
@@ -384,16 +432,14 @@ def prepare(out_dir, options):
                  "consumed": 0, "done": 0, "stream": None}
         write_json(out_dir / "progress.json", state)
     elif state["source"] != source:
-        die(f"the source of {out_dir} was {state['source']} and is now {source}; "
-            f"remove {out_dir} and start again")
+        die(f"the source of {out_dir} was {state['source']} and is now {source}; remove {out_dir} and start again")
     documents = read_hf(dataset, options, state) if dataset else read_files(files, state)
     speed = write_shards(documents, out_dir, state)
 
     for split in ("train", "val"):
         held = state[split]
         held["rows"] = held["bytes"] // options["seq_len"]
-        print(f"{out_dir}: {split} {held['rows']:,} rows, {held['bytes'] / 1e6:,.1f} MB, "
-              f"from {held['documents']:,} documents")
+        print(printable(f"{out_dir}: {split} {held['rows']:,} rows, {held['bytes'] / 1e6:,.1f} MB, from {held['documents']:,} documents"))
     dropped = state["dropped"]
     print(f"{speed:,.0f} MB/s; dropped {dropped['short_documents']:,} documents shorter than a row "
           f"({dropped['short_bytes']:,} bytes) and {dropped['tail_bytes']:,} bytes of others")
@@ -406,13 +452,15 @@ def main(argv=None):
     """Runs the command line; a mistake ends it with one line and exit code 2, Ctrl-C with 130."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        prepare(*parse(argv))
+        out_dir, options = parse(argv)
+        verify(out_dir) if options.pop("verify") else prepare(out_dir, options)
     except KeyboardInterrupt:
-        print("interrupted; to go on: python prepare.py", shlex.join(argv), file=sys.stderr)
+        print("interrupted; to go on: python prepare.py", printable(shlex.join(argv)), file=sys.stderr)
         sys.exit(130)
     except OSError as error:
         die(f"{error}; mend this and run the same command again to go on")
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")
     main()

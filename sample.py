@@ -21,15 +21,11 @@ import torch
 import torch.nn.functional as F
 
 from model import BOS, load_checkpoint
+from prepare import printable
 
 MARK = "│"
 PALETTE = 33, 75, 110, 145, 186, 220, 226  # of a terminal's 256 colours, from blue through grey to yellow
 CIVIDIS = (0, 34, 78), (124, 123, 120), (254, 232, 56)  # the same for a page; told apart by the colour-blind as well
-
-
-def printable(text):
-    """Text that is safe to send to a terminal: control characters become their pictures."""
-    return "".join(c if c.isprintable() or c == "\n" else chr(0x2400 + ord(c)) if ord(c) < 32 else "\ufffd" for c in text)
 
 
 def characters(stream):
@@ -169,7 +165,7 @@ def scored(model, text, options):
 
 
 def fail(message):
-    print(f"sample.py: {message}", file=sys.stderr)
+    print("sample.py:", " ".join(printable(str(message)).split()), file=sys.stderr)
     sys.exit(2)
 
 

@@ -4,6 +4,7 @@ How fast the model is on this machine, against what the machine can do and again
     python experiments/bench.py                  the quick run's model; eight to 25 minutes on two cores
     python experiments/bench.py --quick          uncompiled, fewer rounds, one to two minutes
     python experiments/bench.py --quick --compile=True --config=config/aspect_ratio.py --batch_size=1
+    python experiments/bench.py --fits --config=config/fineweb_147m.py    nothing is run: the rows that GPUs hold, by count
 
 Every hyperparameter of train.py is a flag. --json=FILE writes the table. Every measured step lives in a process of its own
 (so that its peak memory and its compilations are its own); the processes take turns, half a second each, round after round,
@@ -23,16 +24,19 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import prepare
 import train
+from config.command_line import check, read_command_line
 from experiments.systems import SYSTEMS
-from model import BOS, VOCAB_SIZE, Model, ModelConfig, draw, select, token_positions
+from model import BOS, TOKEN_MULTIPLE, VOCAB_SIZE, Model, ModelConfig, draw, select, token_positions
 
 
 def synchronize():
@@ -164,7 +168,9 @@ def training_step(h, kind):
     if kind in SYSTEMS:
         rule = SYSTEMS[kind](model.config).rule
     forward = fixed_forward if kind in SYSTEMS else Model.forward if kind == "learned" else Plain.forward
-    if h["compile"]:
+    if h["compile"] and kind != "plain":
+        train.compile_blocks(model)
+    elif h["compile"]:
         forward = torch.compile(forward)
 
     numbers = itertools.count(1)
@@ -327,11 +333,50 @@ def bench_memory(h):
         row(f"N={N}", values[0], "MB", note=f"without the middle layers {values[1]:.4g} MB, {1e6 * values[1] / N:.0f} bytes a byte")
 
 
+def bytes_kept(h, rate):
+    """Bytes that an uncompiled forward pass of one row in 16 bits keeps for its backward pass, at that many tokens per byte. Counted on
+    tensors without data."""
+    M, kept = TOKEN_MULTIPLE * math.ceil(h["seq_len"] * rate / TOKEN_MULTIPLE), {}
+    with FakeTensorMode():
+        model = make_model(h | {"num_draws": 2}).train()  # the early head is counted by hand: a copy of a fake tensor has a mode of its own
+        x, positions = torch.zeros(1, h["seq_len"], dtype=torch.long), torch.zeros(1, M, dtype=torch.long)
+        weights = {p.untyped_storage()._cdata for p in model.parameters()}
+
+        def keep(tensor):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in weights:
+                kept[storage._cdata] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+            X = model.encode(x)
+            l = model.boundary_logits(model.read(X)[1], x > 0)
+            tokens = model.run(model.middle, select(X, positions), positions)
+            logits = model.decode(X + select(tokens, x))
+            sum(train.losses(logits, None, l, x > 0, x, h["gamma"], h["downsample_rate_target"]))
+    early = 12 * VOCAB_SIZE * h["seq_len"] if h["num_draws"] == 1 else 0  # logits, their soft-cap and softmax in float32
+    return sum(storage.nbytes() for storage in kept.values()) + early
+
+
+def bench_fit(h):
+    """How many rows of a configuration GPUs hold in one forward and backward pass: weights, gradients and AdamW's moments, 16 bytes a
+    parameter, a tenth of the card for CUDA, and what a row keeps, a sixth more for the backward pass itself (measured on a CPU: 0.185 GB
+    for 4 rows of 1024 of the quick run's model, counted 0.16). A row with more tokens than the target pads all rows."""
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in make_model(h).parameters())
+    section(f"rows of {h['seq_len']} bytes in one pass, {parameters / 1e6:.0f}M parameters, uncompiled")
+    for rate in h["downsample_rate_target"], 0.3, 0.5, 1.0:
+        row_bytes = bytes_kept(h, rate) * 7 / 6
+        fit = ", ".join(f"{max(0, int((0.9e9 * card - 16 * parameters) / row_bytes))} on {card} GB" for card in (16, 24, 80, 141))
+        row(f"{rate:.2f} tokens a byte", row_bytes / 1e9, "GB a row", note=fit)
+
+
 def bench_pieces(h, rounds, whole):
-    """Forward and backward of the step's pieces, each compiled alone; their sum differs from the whole step's time by
-    what compiling them together saves."""
+    """Forward and backward of the step's pieces, each alone."""
     where = torch.device(h["device"])
     model = make_model(h).to(where).train()
+    if h["compile"]:
+        train.compile_blocks(model)
     autocast = torch.autocast(where.type, getattr(torch, h["dtype"]), enabled=h["dtype"] != "float32")
     x, y = (z.to(where) for z in train.inputs_and_targets(torch.randint(256, (h["batch_size"], h["seq_len"]))))
     u = torch.rand(h["num_draws"], *x.shape).squeeze(0).to(where)
@@ -366,11 +411,11 @@ def bench_pieces(h, rounds, whole):
     timers = {}
     for name, (function, *inputs) in pieces.items():
         inputs = [t.detach().requires_grad_(t.is_floating_point() and name not in ("draw", "the other draws")) for t in inputs]
-        compiled, outputs = torch.compile(function) if h["compile"] else function, []
+        outputs = []
 
-        def forward(compiled=compiled, inputs=inputs, outputs=outputs):
+        def forward(function=function, inputs=inputs, outputs=outputs):
             with autocast:
-                result = compiled(*inputs)
+                result = function(*inputs)
             outputs[:] = [t for t in (result if isinstance(result, (tuple, list)) else (result,))
                           if t is not None and t.requires_grad]
 
@@ -389,7 +434,7 @@ def bench_pieces(h, rounds, whole):
 
     timers["clipping and AdamW", ""] = functools.partial(seconds, optimize)
     times = take_turns(timers, rounds)
-    section("where the step's time goes: its pieces, each " + ("compiled alone" if h["compile"] else "alone, uncompiled"))
+    section("where the step's time goes: its pieces, each alone")
     for (name, direction), values in times.items():
         middle_time, spread = median(values)
         row(f"{name} {direction}", 1e3 * middle_time, "ms", 1e3 * spread, f"{middle_time / whole:.1%} of the whole step")
@@ -414,9 +459,8 @@ def bench_draw(h, rounds, whole):
     second[..., 0], second[..., 1:2] = 20, -40
     never[..., 0], never[..., 1:] = 20, -40
     threshold = torch.logit(torch.rand(z.shape[:2])).to(where)
-    compiled = torch.compile(draw) if h["compile"] else draw
     policies = {"near the target": typical, "every second byte": second, f"never within {w} bytes of the last": never}
-    times = take_turns({name: functools.partial(seconds, functools.partial(compiled, z, threshold)) for name, z in policies.items()}
+    times = take_turns({name: functools.partial(seconds, functools.partial(draw, z, threshold)) for name, z in policies.items()}
                        | {"left to right, near the target": functools.partial(seconds, functools.partial(loop_draw, typical, threshold))}, rounds)
     section(f"the draw, w={w}, {h['batch_size']} rows of {h['seq_len']} bytes")
     for name, values in times.items():
@@ -473,10 +517,11 @@ def bench_prepare(rounds):
 
 
 def main(argv):
-    flags = [argument.removeprefix("--config=") for argument in argv if argument != "--quick" and not argument.startswith("--json=")]
-    h = train.DEFAULTS | ({"compile": False} if "--quick" in argv else {}) | train.read_command_line(flags)
-    vars(train).update(h)
-    train.check()
+    flags = [argument.removeprefix("--config=") for argument in argv if argument not in ("--quick", "--fits") and not argument.startswith("--json=")]
+    h = train.DEFAULTS | ({"compile": False} if "--quick" in argv else {}) | read_command_line(flags, train.DEFAULTS)
+    check(SimpleNamespace(**h))
+    if "--fits" in argv:
+        return bench_fit(h)
     h["device"], h["dtype"] = train.device_and_dtype(h["device"], h["dtype"])
     quick = "--quick" in argv
     rounds = 5 if quick else 20

@@ -4,10 +4,16 @@ Trains systems that place boundaries in different ways on the same rows and comp
     python experiments/compare.py --systems=learned,uniform,hnet --seeds=2 --bytes=20e6
     python experiments/compare.py --systems=learned-w8,learned-w1,gumbel --name=english --data=data/english config/x.py --gamma=0.99
 
+    python experiments/compare.py --systems=learned,uniform,none --bytes=10e6 --equal=seconds
+
 A system is a value of train.py's --boundaries; learned-w8 sets policy_window to 8. The configuration file and every other flag
 go to train.py. Runs that are there already are not repeated, stopped ones go on. Writes experiments/results/NAME/, anew from all
 runs in it: evaluations.jsonl, a line per evaluation; table.md; loss.png and loss.svg, bits per byte against training FLOPs. FLOPs
 are those of the paper's Figures 3 and 4: 6 per matrix parameter per byte or token, attention's products left out.
+
+With --equal=flops or --equal=seconds --bytes is the length of the first system's runs, and every other system reads as many bytes as the
+same FLOPs or seconds allow, with its schedule over exactly those. A short run of each system, kept in NAME/pilots, tells what a byte
+costs it: on this machine, beside whatever else it does at that time.
 """
 import argparse
 import json
@@ -26,7 +32,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
 sys.path.insert(0, str(ROOT))
 import train
+from config.command_line import BOUNDARIES, read_command_line
 from model import load_checkpoint
+from prepare import printable
 
 STYLES = {  # of a system in every figure: Okabe and Ito's colours, and a marker for those who do not see them apart
     "learned": ("#000000", "o"), "uniform": ("#E69F00", "s"), "random": ("#56B4E9", "^"), "whitespace": ("#009E73", "D"),
@@ -35,7 +43,7 @@ LINES = "-", "--", ":", "-."  # tell a system's variants apart
 
 
 def fail(message):
-    print(f"compare.py: {message}", file=sys.stderr)
+    print("compare.py:", printable(message), file=sys.stderr)
     sys.exit(2)
 
 
@@ -43,7 +51,7 @@ def hyperparameters(system, seed, arguments):
     """The flags of train.py that make a run of this system, and what they set."""
     boundaries, _, window = system.partition("-w")
     flags = [*arguments, f"--boundaries={boundaries}", f"--seed={seed}", *([f"--policy_window={window}"] if window else [])]
-    return flags, train.DEFAULTS | train.read_command_line(flags)
+    return flags, train.DEFAULTS | read_command_line(flags, train.DEFAULTS)
 
 
 def run(flags, out_dir):
@@ -65,6 +73,21 @@ def run(flags, out_dir):
         (out_dir / "failure.txt").write_text(line.replace("|", "/"))
 
 
+def cost_of_a_byte(flags, out_dir, equal):
+    """Training FLOPs or seconds per byte, from a run of 80 steps. What learns its boundaries is taken to reach the rate asked for."""
+    h = train.DEFAULTS | read_command_line(flags, train.DEFAULTS)
+    step = h["effective_batch_size"] * h["seq_len"]
+    run([*flags, f"--training_bytes={80 * step}", "--log_interval=20"], out_dir)
+    if not (out_dir / "ckpt.pt").exists():
+        fail(f"no pilot run: {(out_dir / 'failure.txt').read_text()}")
+    steps = [record for record in train.read_log(out_dir / "log.jsonl") if "auto" in record][1:]  # the first line's have compiled
+    if equal == "seconds":
+        return 1 / statistics.median(record["bytes_per_second"] for record in steps)
+    learns = h["boundaries"] in ("learned", "gumbel", "hnet")
+    rate = h["downsample_rate_target"] if learns else statistics.mean(record["rate"] for record in steps)
+    return train.flops_per_byte(load_checkpoint(out_dir / "ckpt.pt")[0], rate, h)
+
+
 def entropy_halved(records):
     """Bytes after which the decisions' entropy in training, the mean of five log lines, is half of what it was at first; None if
     that never was."""
@@ -79,8 +102,7 @@ def read_run(system, seed, out_dir):
     bytes, those until the policy's entropy was halved, and what train.py's log has."""
     model, saved = load_checkpoint(out_dir / "ckpt.pt")
     length, learned = saved["config"]["training_bytes"], saved["config"]["boundaries"] == "learned"
-    lines = (out_dir / "log.jsonl").read_text().splitlines()
-    records = [{k: math.nan if v is None else v for k, v in json.loads(line).items()} for line in lines]
+    records = [{k: math.nan if v is None else v for k, v in r.items() if k != "line"} for r in train.read_log(out_dir / "log.jsonl")]
     speed = statistics.median([r["bytes_per_second"] for r in records if "auto" in r] or [math.nan])
     evaluations, flops, before, halved = [], 0.0, 0, entropy_halved(records) if learned else None
     for record in records:
@@ -156,6 +178,7 @@ def main(argv):
     parser.add_argument("--seeds", type=int, default=1, help="how many")
     parser.add_argument("--first_seed", type=int, default=1337, help="of so many that follow each other")
     parser.add_argument("--bytes", help="training bytes of a run; train.py's --training_bytes")
+    parser.add_argument("--equal", choices=("bytes", "flops", "seconds"), default="bytes", help="what all systems get alike (%(default)s)")
     parser.add_argument("--name", default="try", help="of the folder of results")
     parser.error = fail
     options, others = parser.parse_known_args(argv)
@@ -163,13 +186,19 @@ def main(argv):
         fail(f"--seeds={options.seeds} is not positive")
     for system in options.systems.split(","):
         name, hyphen, window = system.partition("-w")
-        if name not in train.BOUNDARIES or hyphen and not (name == "learned" and window.isdigit()):
-            fail(f"--systems={system!r} is none of {', '.join(train.BOUNDARIES)}, learned-w8, learned-w1, ...")
+        if name not in BOUNDARIES or hyphen and not (name == "learned" and window.isdigit()):
+            fail(f"--systems={system!r} is none of {', '.join(BOUNDARIES)}, learned-w8, learned-w1, ...")
     others += [f"--training_bytes={options.bytes}"] if options.bytes else []
-    results, todo = RESULTS / options.name, []
+    results, todo, systems = RESULTS / options.name, [], options.systems.split(",")
+    lengths = {system: [] for system in systems}
+    if options.equal != "bytes":
+        costs = {system: cost_of_a_byte(hyperparameters(system, options.first_seed, others)[0], results / "pilots" / system, options.equal)
+                 for system in systems}
+        length = hyperparameters(systems[0], options.first_seed, others)[1]["training_bytes"]
+        lengths = {system: [f"--training_bytes={round(length * costs[systems[0]] / costs[system])}"] for system in systems}
     for seed in range(options.first_seed, options.first_seed + options.seeds):
-        for system in options.systems.split(","):
-            flags, wanted = hyperparameters(system, seed, others)
+        for system in systems:
+            flags, wanted = hyperparameters(system, seed, [*others, *lengths[system]])
             out_dir = results / "runs" / f"{system}-{seed}"
             todo.append((flags, out_dir))
             if (out_dir / "ckpt.pt").exists():

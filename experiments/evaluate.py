@@ -33,6 +33,7 @@ those of the bytes read so far, which are not quite those of training: see syste
 import argparse
 import json
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -44,11 +45,12 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from model import load_checkpoint
+from sample import printable
 from train import device_and_dtype, inputs_and_targets, log_likelihood
 
 
 def fail(message):
-    print("evaluate.py:", " ".join(str(message).split()), file=sys.stderr)
+    print("evaluate.py:", " ".join(printable(str(message)).split()), file=sys.stderr)
     sys.exit(2)
 
 
@@ -78,14 +80,14 @@ def lambada(row):
     return context, [" " + word], 0
 
 
-BENCHMARKS = {  # name: what reads a row, the fields that it needs, where load_dataset finds them
-    "piqa": (piqa, ["goal", "sol1", "sol2", "label"],  # its main branch is a script, which datasets no longer runs
-             {"path": "ybisk/piqa", "revision": "refs/convert/parquet", "split": "validation"}),
-    "hellaswag": (hellaswag, ["activity_label", "ctx_a", "ctx_b", "endings", "label"],
+BENCHMARKS = {  # name: what reads a row, the fields that it needs and their types, where load_dataset finds them
+    "piqa": (piqa, {"goal": str, "sol1": str, "sol2": str, "label": (int, str)},
+             {"path": "ybisk/piqa", "revision": "refs/convert/parquet", "split": "validation"}),  # main is a script, datasets runs none
+    "hellaswag": (hellaswag, {"activity_label": str, "ctx_a": str, "ctx_b": str, "endings": list, "label": (int, str)},
                   {"path": "Rowan/hellaswag", "split": "validation"}),
-    "arc_easy": (arc_easy, ["question", "choices", "answerKey"],
+    "arc_easy": (arc_easy, {"question": str, "choices": dict, "answerKey": str},
                  {"path": "allenai/ai2_arc", "name": "ARC-Easy", "split": "test"}),
-    "lambada": (lambada, ["text"], {"path": "EleutherAI/lambada_openai", "name": "default", "split": "test"}),
+    "lambada": (lambada, {"text": str}, {"path": "EleutherAI/lambada_openai", "name": "default", "split": "test"}),
 }
 
 
@@ -108,9 +110,10 @@ def read_benchmark(name, file):
         fail(f"{name}: cannot read {file or source['path']} ({type(error).__name__}: {error}); {remedy}")
     items = []
     for number, row in enumerate(rows, 1):
-        missing = [field for field in fields if row.get(field) is None]
+        missing = [field for field, kind in fields.items() if not isinstance(row.get(field), kind)]
         if missing:
-            fail(f"{name}: row {number} of {file or source['path']} has no {', '.join(missing)}; needed: {', '.join(fields)}")
+            fail(f"{name}: row {number} of {file or source['path']} has no {', '.join(missing)}, or of another type than {name}'s rows; "
+                 f"needed: {', '.join(fields)}")
         try:
             context, choices, right = read(row)
             items.append((context.encode(), [choice.encode() for choice in choices], range(len(choices)).index(right)))
@@ -121,11 +124,17 @@ def read_benchmark(name, file):
 
 def read_held_out(folder):
     """The validation rows of a folder of prepare.py, as items without context."""
-    meta = Path(folder, "meta.json")
-    if not meta.exists():
-        fail(f"heldout={folder}: no {meta}; name a folder that prepare.py made")
-    length = json.loads(meta.read_text())["seq_len"]
-    shards = [np.memmap(path, np.uint8, "r").reshape(-1, length) for path in sorted(Path(folder).glob("val_*.bin"))]
+    path = Path(folder, "meta.json")
+    if not path.exists():
+        fail(f"heldout={folder}: no {path}; name a folder that prepare.py made")
+    try:
+        meta = json.loads(path.read_text())
+        names = sorted(name for name in meta["val"]["sha256"] if name.endswith(".bin"))
+        shards = [np.memmap(Path(folder, name), np.uint8, "r").reshape(-1, meta["seq_len"]) for name in names]
+        if sum(shard.size for shard in shards) != meta["val"]["bytes"]:
+            raise ValueError("shards of another size")
+    except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        fail(f"heldout={folder}: {path} and the shards that it names are not what prepare.py writes ({error}); make the data anew")
     return [(b"", [row.tobytes()], 0) for shard in shards for row in shard]
 
 
@@ -210,14 +219,16 @@ def main(argv=None):
         fail(f"--batch_size={options.batch_size} is not positive")
     try:
         model, saved = load_checkpoint(options.checkpoint)
+        kind, precision = device_and_dtype("auto", saved["config"]["dtype"])  # the precision that it was trained in
+        autocast = torch.autocast(kind, getattr(torch, precision), enabled=precision != "float32")
         if options.json:
             open(options.json, "a").close()  # before the work, not after it
     except (OSError, ValueError) as error:
         fail(error)
+    except (AttributeError, LookupError, TypeError):
+        fail(f"{options.checkpoint} names no dtype of this version of train.py; train anew")
     items = {task: read_items(task) for task in options.tasks}  # all mistakes before any work
 
-    kind, precision = device_and_dtype("auto", saved["config"]["dtype"])  # the precision that it was trained in
-    autocast = torch.autocast(kind, getattr(torch, precision), enabled=precision != "float32")
     model = model.to(kind).eval()
     print("| task | items | bytes | bits per byte | standard error | accuracy | boundary rate |\n|---|---|---|---|---|---|---|")
     results = []
@@ -226,7 +237,13 @@ def main(argv=None):
         cells = ["" if z is None else f"{z:.4f}" if isinstance(z, float) else str(z) for z in results[-1].values()]
         print(f"| {' | '.join(cells)} |", flush=True)
     if options.json:
-        Path(options.json).write_text(json.dumps(results, indent=1) + "\n")
+        part = Path(f"{options.json}.part")
+        try:
+            part.write_text(json.dumps(results, indent=1) + "\n")
+            os.replace(part, options.json)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            fail(f"cannot write {options.json} ({error}); what was there before is whole, and the table above complete")
 
 
 if __name__ == "__main__":

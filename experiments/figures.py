@@ -69,8 +69,8 @@ show();
 
 def held_out_text(saved):
     """The first validation row of a checkpoint's data."""
-    vars(train).update(saved["config"])
-    return train.open_rows("val")[0][0][0].tobytes()
+    config = saved["config"]
+    return train.open_rows(config["data"], "val", config["seq_len"])[0][0][0].tobytes()
 
 
 def boundaries(path, text):
@@ -78,7 +78,7 @@ def boundaries(path, text):
     model, saved = load_checkpoint(path)
     torch.manual_seed(0)
     steps = list(scored(model, text or held_out_text(saved), argparse.Namespace(device="cpu")))
-    records = [json.loads(line) for line in path.with_name("log.jsonl").read_text().splitlines()]
+    records = train.read_log(path.with_name("log.jsonl"))
     label = f"{path.resolve().parent.name}, target 1/{1 / model.config.downsample_rate_target:g}"
     return label, model.config.boundaries, steps, [r for r in records if "val_entropy" in r]
 
@@ -123,11 +123,7 @@ def draw_entropy(systems, path):
 
 def evaluations(path):
     """Of a log's evaluations those with the same text as the last: in words, MB read, bits per byte, and [(character, a, p)] of each."""
-    try:
-        records = [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")]  # train.py may be writing
-        records = [record for record in records if record.get("line") and record["val_bpb"]]
-    except (ValueError, AttributeError):
-        raise ValueError(f"{path} is not what train.py writes; take its out_dir/log.jsonl")
+    records = [record for record in train.read_log(path) if record.get("line") and record["val_bpb"]]
     if not records:
         raise ValueError(f"{path} has no evaluation with a line of text, which older runs did not log; train anew or on with --resume=True")
     shown = []

@@ -254,10 +254,8 @@ def main(argv):
         label = f"{Path(path).resolve().parent.name}, {saved['rows_seen'] * config['seq_len'] / 1e6:.3g} MB"
         if label in opened:
             parser.error(f"{path} is {label} as another checkpoint is; put it into a folder of another name")
-        vars(train).update(config)
-        val_shards, train_shards = train.open_rows("val"), {}
-        for train.seq_len in BATCHES:
-            train_shards[train.seq_len] = train.open_rows("train")
+        val_shards = train.open_rows(config["data"], "val", config["seq_len"])
+        train_shards = {N: train.open_rows(config["data"], "train", N) for N in BATCHES}
         opened[label] = model.train(), config, train_shards, val_shards  # training mode: with the soft-cap of eq. 23
     shares, correlations, truths = [], [], []
     for label, (model, config, train_shards, val_shards) in opened.items():

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import train
-
 ROOT = Path(__file__).parent.parent
 TINY = ["--seq_len=32", "--embedding_dim=16", "--num_heads=2", "--n_down_layers=1", "--n_mid_layers=1", "--n_up_layers=1",
         "--attention_window=8", "--effective_batch_size=4", "--batch_size=4", "--log_interval=1", "--eval_interval=4",
@@ -35,10 +33,9 @@ def trained(data, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def defaults():
-    """Hyperparameters are globals of train.py; a test that sets some, or trains, leaves nothing behind."""
+def as_before():
+    """A test that trains leaves nothing behind."""
     yield
-    vars(train).update(train.DEFAULTS)
     torch.use_deterministic_algorithms(False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -2,11 +2,13 @@ import json
 import shutil
 
 import pytest
+import torch
 
+from config.command_line import read_command_line
 from conftest import TINY
 from experiments import compare, figures
 from model import load_checkpoint
-from train import flops_per_byte
+from train import DEFAULTS, flops_per_byte, read_log
 
 
 def test_a_run_of_which_numbers_are_missing_is_a_row_that_says_so(tmp_path, trained):
@@ -17,6 +19,53 @@ def test_a_run_of_which_numbers_are_missing_is_a_row_that_says_so(tmp_path, trai
     assert not compare.write(tmp_path) and "diverged" in (tmp_path / "table.md").read_text()
     (folder / "log.jsonl").write_text(json.dumps(record | {"ends_between": None}) + "\n")
     assert compare.write(tmp_path) and f"{record['val_bpb']:.4f}" in (tmp_path / "table.md").read_text()
+    shutil.copytree(folder, tmp_path / "runs/random-1337")  # a good one, last in the table
+    (folder / "failure.txt").write_text("no disk")
+    assert not compare.write(tmp_path) and "| seed 1337: no disk |" in (tmp_path / "table.md").read_text()
+    (folder / "failure.txt").unlink()
+    (folder / "log.jsonl").write_text(json.dumps(record | {"bytes": 1408}) + "\n")
+    assert not compare.write(tmp_path) and "| seed 1337 stopped at 0.0 MB |" in (tmp_path / "table.md").read_text()
+
+
+def test_a_table_has_the_means_of_the_runs_last_evaluations_and_what_reaching_them_cost(tmp_path, trained, monkeypatch):
+    """Each stretch of bytes at the rate that it had; seconds at the run's median speed; entropy over five log lines."""
+    figures, (model, saved) = [], load_checkpoint(trained / "ckpt.pt")
+    monkeypatch.setattr(compare.plt, "close", figures.append)
+    for seed, system, entropies in (1, "learned", [4, 4, 2, 2, 1.9, 1.9, 2.3, 1]), (2, "learned", [4] * 8), (1, "learned-w1", [0] * 8):
+        folder = tmp_path / f"runs/{system}-{seed}"
+        folder.mkdir(parents=True)
+        torch.save(saved | {"config": saved["config"] | {"training_bytes": 8e6}}, folder / "ckpt.pt")
+        records = [{"step": i, "bytes": i * 1e6, "auto": 1.0, "rate": i / 10, "entropy": entropy, "bytes_per_second": 1e6 * (i < 4) + 1e4}
+                   for i, entropy in enumerate(entropies, 1)]
+        records += [{"step": i, "bytes": i * 1e6, "val_bpb": bpb + seed, "val_stderr": 0.01 * seed, "val_rate": 0.2 * seed,
+                     "ends_between": seed / 4} for i, bpb in ((4, 0.5), (8, 1.0))]
+        (folder / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in sorted(records, key=lambda r: r["step"])))
+    assert compare.write(tmp_path)
+    per_byte = [flops_per_byte(model, rate / 10, saved["config"]) for rate in range(9)]
+    half, whole = (sum(1e6 * per_byte[i] for i in range(1, n + 1)) for n in (4, 8))
+    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in (tmp_path / "table.md").read_text().splitlines()]
+    minutes = 8e6 / 1e4 / 60
+    assert rows[2] == ["learned", "2", "2.5000", "0.0150", "2.000, 3.000", "0.300", "38%", "8.0, never", f"{whole:.3g}", f"{minutes:.1f}"]
+    evaluations = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [e["flops"] for e in evaluations] == pytest.approx([half, whole] * 3)
+    assert [e["seconds"] for e in evaluations] == pytest.approx([4e6 / 1e4, 8e6 / 1e4] * 3)
+    lines = figures[0].axes[0].lines
+    assert [list(line.get_ydata()) for line in lines] == [[1.5, 2.0], [2.5, 3.0], [1.5, 2.0]]
+    assert all(list(line.get_xdata()) == pytest.approx([half, whole]) for line in lines)
+    assert lines[0].get_linestyle() == lines[1].get_linestyle() != lines[2].get_linestyle()
+
+
+@pytest.mark.parametrize("system, rate", [("learned", 1 / 5), ("hnet", 1 / 5), ("whitespace", 0.4)])
+def test_a_byte_costs_what_its_system_does_at_the_rate_it_will_have(system, rate, trained, tmp_path, monkeypatch):
+    """Of a pilot run: the rate asked for where it is learned, else the one measured. The first line of a log has compiled."""
+    monkeypatch.setattr(compare, "run", lambda flags, out_dir: shutil.copy(trained / "ckpt.pt", out_dir))
+    records = [{"step": i, "bytes": i, "auto": 1.0, "rate": rate, "bytes_per_second": speed}
+               for i, rate, speed in ((1, 0.9, 1), (2, 0.3, 1000), (3, 0.4, 2000), (4, 0.5, 9000))]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = [*TINY, f"--boundaries={system}"]
+    model, h = load_checkpoint(trained / "ckpt.pt")[0], DEFAULTS | read_command_line(flags, DEFAULTS)
+    assert compare.cost_of_a_byte(flags, tmp_path, "flops") == pytest.approx(flops_per_byte(model, rate, h))
+    assert compare.cost_of_a_byte(flags, tmp_path, "seconds") == pytest.approx(1 / 2000)
 
 
 def test_a_comparison_has_a_row_for_every_system_the_failed_too_and_a_finished_run_is_not_repeated(
@@ -25,6 +74,7 @@ def test_a_comparison_has_a_row_for_every_system_the_failed_too_and_a_finished_r
     flags = ["--bytes=1024", "--name=x", *TINY, f"--data={data}"]
     assert compare.main([*flags, "--systems=uniform,learned-w1,bpe"]) == 1  # the data has no marks of BPE tokens
     first = (tmp_path / "x/table.md").read_text()
+    (tmp_path / "x/runs/uniform-1337/failure.txt").write_text("of a try before")
     assert compare.main([*flags, "--systems=uniform"]) == 1
     assert (tmp_path / "x/table.md").read_text() == first
     with pytest.raises(SystemExit):
@@ -46,3 +96,26 @@ def test_a_comparison_has_a_row_for_every_system_the_failed_too_and_a_finished_r
     assert page.index("learned-w1-1337") < page.index("uniform-1337") and page.count("<h3>") == 2
     for name in "boundaries.png", "entropy.png", "entropy.svg":
         assert (tmp_path / "x" / name).stat().st_size > 1000
+
+
+def test_every_system_and_seed_is_trained_as_asked_for_as_many_bytes_as_equal_compute_allows(tmp_path, monkeypatch):
+    asked, costs = {}, {"uniform": 2.0, "learned-w2": 5.0}
+    monkeypatch.setattr(compare, "RESULTS", tmp_path)
+    monkeypatch.setattr(compare, "cost_of_a_byte", lambda flags, out_dir, equal: costs[out_dir.name] if equal == "flops" else 1.0)
+    monkeypatch.setattr(compare, "run", lambda flags, out_dir: asked.update({out_dir.name: read_command_line(flags, DEFAULTS)}))
+    flags = ["--systems=uniform,learned-w2", "--seeds=2", "--first_seed=7", "--bytes=1e6", "--equal=flops", "--gamma=0.5"]
+    assert compare.main(flags) == 1  # no run left a checkpoint
+    uniform, learned = {"gamma": 0.5, "boundaries": "uniform"}, {"gamma": 0.5, "boundaries": "learned", "policy_window": 2}
+    assert asked == {f"{name}-{seed}": its | {"seed": seed, "training_bytes": length} for seed in (7, 8)
+                     for name, its, length in (("uniform", uniform, 1_000_000), ("learned-w2", learned, 400_000))}
+
+
+def test_a_pilot_run_tells_what_a_byte_costs_or_why_not(data, tmp_path, capsys):
+    flags = [*TINY, f"--data={data}", "--boundaries=none"]
+    cost, h = compare.cost_of_a_byte(flags, tmp_path / "pilot", "flops"), DEFAULTS | read_command_line(flags, DEFAULTS)
+    assert cost == flops_per_byte(load_checkpoint(tmp_path / "pilot/ckpt.pt")[0], 1.0, h)
+    assert [r["step"] for r in read_log(tmp_path / "pilot/log.jsonl") if "auto" in r] == [20, 40, 60, 80]
+    (tmp_path / "pilot/ckpt.pt").unlink()
+    with pytest.raises(SystemExit):
+        compare.cost_of_a_byte([*flags, "--data=no/such"], tmp_path / "pilot", "flops")
+    assert "compare.py: no pilot run: train.py: no no/such/meta.json" in capsys.readouterr().err

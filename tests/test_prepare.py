@@ -2,14 +2,17 @@
 import glob
 import hashlib
 import json
+import os
 import random
 import resource
+import shlex
 import signal
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import prepare
@@ -77,7 +80,7 @@ def error_of(capsys, *arguments, code=2):
         prepare.main([str(a) for a in arguments])
     assert exit.value.code == code
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1, lines
+    assert len(lines) == 1 and lines[0].isprintable(), lines
     return lines[0]
 
 
@@ -156,15 +159,18 @@ def test_globs_and_folders_that_overlap_give_each_file_once_and_no_shards(
     arguments = ["--dataset=files", "--seq_len=100", "--val_fraction=0.3", "--shard_bytes=1000",
                  f"--out_dir={tmp_path}/in/out", "--input", f"{tmp_path}/in/**/0*",
                  f"{tmp_path}/in", f"{tmp_path}/in/flat/007"]
+    (tmp_path / "in/link").symlink_to("flat/008")
     interrupt(capsys, monkeypatch, 2, arguments)  # leaves shards in the folder that it reads
     prepare.main(arguments)
     assert held(tmp_path / "in/out") == oracle(documents, 100, 0.3, True)
 
 
-def test_max_bytes_gives_the_first_rows_and_no_more(tmp_path):
+def test_max_bytes_gives_the_first_rows_and_no_more_though_interrupted(tmp_path, capsys, monkeypatch):
     documents = make_files(tmp_path / "in", [1050] * 30)
-    prepare.main(["--dataset=files", f"--input={tmp_path}/in", f"--out_dir={tmp_path}/out",
-                  "--seq_len=100", "--val_fraction=0.3", "--max_bytes=1.5550e4"])
+    arguments = ["--dataset=files", f"--input={tmp_path}/in", f"--out_dir={tmp_path}/out",
+                 "--seq_len=100", "--val_fraction=0.3", "--max_bytes=1.5550e4", "--shard_bytes=1000"]
+    interrupt(capsys, monkeypatch, 3, arguments)
+    prepare.main(arguments)
     number = int(hashlib.blake2b(documents[15], digest_size=8).hexdigest(), 16)
     want = oracle(documents[:15], 100, 0.3, True)  # and half of the 16th, which goes by its whole
     want["val" if number / 2**64 < 0.3 else "train"] += documents[15][:500]
@@ -195,12 +201,14 @@ def test_jsonl_and_parquet_come_through_datasets_and_survive_ctrl_c(tmp_path, ca
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
     pyarrow.parquet.write_table(pyarrow.table({"body": texts}), tmp_path / "a.parquet",
                                 row_group_size=170)  # so that it resumes between two and within one
-    for kind, mode in [("jsonl", "--no-split_documents"), ("parquet", "--split_documents")]:
-        arguments = ["--dataset=hf", f"--hf_path={tmp_path}/a.{kind}", "--text_column=body", mode,
+    for kind, mode in [("jsonl", []), ("parquet", ["--split_documents"])]:
+        arguments = ["--dataset=hf", f"--hf_path={tmp_path}/a.{kind}", "--text_column=body", *mode,
                      "--seq_len=64", "--val_fraction=0.3", "--shard_bytes=50000"]
         prepare.main([*arguments, f"--out_dir={tmp_path}/{kind}"])
         documents = [(text or "").encode() for text in texts]
         assert held(tmp_path / kind) == oracle(documents, 64, 0.3, kind == "parquet")
+        short = json.loads((tmp_path / kind / "meta.json").read_text())["dropped"]["short_bytes"]
+        assert short == sum(len(document) for document in documents if len(document) < 64)
     arguments += [f"--out_dir={tmp_path}/halted"]
     interrupt(capsys, monkeypatch, 5, arguments)
     prepare.main(arguments)
@@ -209,12 +217,12 @@ def test_jsonl_and_parquet_come_through_datasets_and_survive_ctrl_c(tmp_path, ca
 
 def test_ctrl_c_names_the_command_that_goes_on_and_it_does(tmp_path, capsys, monkeypatch):
     documents = make_files(tmp_path / "in", [1000] * 20)
-    arguments = ["--dataset=files", f"--input={tmp_path}/in", f"--out_dir={tmp_path}/out",
+    arguments = ["--dataset=files", f"--input={tmp_path}/in", f"--out_dir={tmp_path}/out\x1b",
                  "--seq_len=100", "--val_fraction=0.3", "--shard_bytes=1000"]
     line = interrupt(capsys, monkeypatch, 3, arguments)
-    assert line.endswith("python prepare.py " + " ".join(arguments))
+    assert line.endswith("python prepare.py " + shlex.join(arguments).replace("\x1b", "\u241b"))
     prepare.main(arguments)
-    assert held(tmp_path / "out") == oracle(documents, 100, 0.3, True)
+    assert held(tmp_path / "out\x1b") == oracle(documents, 100, 0.3, True)
 
 
 def test_a_set_is_not_mixed_with_other_options_or_another_source(tmp_path, capsys):
@@ -233,16 +241,157 @@ def test_a_set_is_not_mixed_with_other_options_or_another_source(tmp_path, capsy
             (tmp_path / "in/new").write_bytes(b"new")
             assert "21 files" in error_of(capsys, *arguments)
             (tmp_path / "in/new").unlink()
+            (tmp_path / "in/flat/007").rename(tmp_path / "in/flat/7")
+            assert "start again" in error_of(capsys, *arguments)
+            (tmp_path / "in/flat/7").rename(tmp_path / "in/flat/007")
         assert sha256_of_all(tmp_path / "out") == before
     prepare.main(arguments)
     assert "already there" in capsys.readouterr().out
     assert sha256_of_all(tmp_path / "out") == before
+    (tmp_path / "out/meta.json").unlink()
+    assert "without meta.json" in error_of(capsys, *arguments)
+
+
+def test_a_second_process_in_the_folder_ends_in_one_line(tmp_path, capsys):
+    holds = "import pathlib, sys, prepare; lock = prepare.lock(pathlib.Path(sys.argv[1])); print(flush=True); input()"
+    first = subprocess.Popen([sys.executable, "-c", holds, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    first.stdout.readline()
+    assert "another prepare.py" in error_of(capsys, f"--out_dir={tmp_path}")
+    first.communicate(b"\n")
+
+
+SMALL = ["--dataset=files", "--seq_len=80", "--val_fraction=0.3", "--shard_bytes=800"]
+
+
+def test_marks_of_bpe_tokens_go_on_with_their_bytes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(prepare, "bpe_marks", lambda document: np.frombuffer(document, np.uint8) >> 7)
+    make_files(tmp_path / "in", [250, 2500, 90, 130, 700] * 5)
+    for shards in (2, 5, 7):
+        arguments = [*SMALL, "--bpe", f"--input={tmp_path}/in", f"--out_dir={tmp_path}/out{shards}"]
+        interrupt(capsys, monkeypatch, shards, arguments)
+        prepare.main(arguments)
+        for shard in (tmp_path / f"out{shards}").glob("*.bin"):
+            marks = np.unpackbits(np.fromfile(shard.with_suffix(".bpe"), np.uint8))
+            assert np.array_equal(marks, np.fromfile(shard, np.uint8) >> 7)
+
+
+def test_verify_names_each_shard_that_is_changed_lost_or_not_in_meta_json(tmp_path, capsys):
+    make_files(tmp_path / "in", [1000] * 20)
+    out, check = tmp_path / "out", [f"--out_dir={tmp_path}/out", "--verify"]
+    prepare.main([*SMALL, f"--input={tmp_path}/in", f"--out_dir={out}"])
+    meta = json.loads((out / "meta.json").read_text())
+    sealed = meta.pop("sha256")
+    for sha256 in [{}, {"sha256": sealed}]:  # an earlier version did not seal meta.json
+        (out / "meta.json").write_text(json.dumps(meta | sha256))
+        capsys.readouterr()
+        prepare.main(check)
+        assert "agree" in capsys.readouterr().out
+    shard = bytearray((out / "train_00002.bin").read_bytes())
+    shard[700] ^= 1
+    (out / "train_00002.bin").write_bytes(shard)
+    (out / "train_00001.bin").unlink()
+    (out / "val_77777.bin").write_bytes(b"")
+    line = error_of(capsys, *check, code=1)
+    for name in ["train_00001.bin", "train_00002.bin"]:
+        assert f"{name} has" in line and meta["train"]["sha256"][name] in line
+    assert "val_77777.bin has" in line and line.count(" has ") == 3
+
+
+def test_it_does_not_go_on_from_a_shard_that_was_lost_or_cut(tmp_path, capsys, monkeypatch):
+    make_files(tmp_path / "in", [1000] * 20)
+    out, arguments = tmp_path / "out", [*SMALL, f"--input={tmp_path}/in", f"--out_dir={tmp_path}/out"]
+    interrupt(capsys, monkeypatch, 5, arguments)
+    parts = [path.name for path in out.glob("*.part")]
+    whole = {name: (out / name).read_bytes() for name in ["train_00000.bin", *parts]}
+    for damage in [lambda name: os.truncate(out / name, 7), lambda name: (out / name).unlink()]:
+        for names in [["train_00000.bin"], parts]:
+            [damage(name) for name in names]
+            line = error_of(capsys, *arguments)
+            assert any(name in line for name in names) and f"remove {out}" in line and not (out / "meta.json").exists()
+            [(out / name).write_bytes(whole[name]) for name in names]
+    prepare.main(arguments)
+    (out / "train_00000.bin").unlink()
+    assert "train_00000.bin is missing" in error_of(capsys, *arguments)
+
+
+def test_a_damaged_progress_json_or_meta_json_is_noticed_at_any_byte(tmp_path, capsys, monkeypatch):
+    make_files(tmp_path / "in", [1000] * 20)
+    out, arguments = tmp_path / "out", [*SMALL, f"--input={tmp_path}/in", f"--out_dir={tmp_path}/out"]
+    interrupt(capsys, monkeypatch, 5, arguments)
+    for name in ["progress.json", "meta.json"]:
+        text = (out / name).read_bytes()
+        damaged = [b"", b"[]", b"{}", b"7", b'"text"', b"\xff", b"[" * 99999, text[:-9]]
+        damaged += [text[:i] + bytes([text[i] ^ 1]) + text[i + 1 :] for i in range(0, text.rindex(b'"sha256"'), 23)]
+        for damage in damaged:
+            (out / name).write_bytes(damage)
+            before = sha256_of_all(out)
+            assert f"{out / name} is damaged" in error_of(capsys, *arguments)
+            assert sha256_of_all(out) == before
+        (out / name).write_bytes(text)
+        prepare.main(arguments)
+
+
+def test_a_full_disk_costs_no_note(tmp_path, capsys, monkeypatch):
+    documents = make_files(tmp_path / "in", [1000] * 20)
+    arguments = [*SMALL, f"--input={tmp_path}/in", f"--out_dir={tmp_path}/out"]
+    interrupt(capsys, monkeypatch, 5, arguments)
+
+    def write_text(path, text):
+        path.write_bytes(text.encode()[:100])
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write_text)
+        assert "No space left" in error_of(capsys, *arguments)
+    prepare.main(arguments)
+    assert held(tmp_path / "out") == oracle(documents, 80, 0.3, True)
+
+
+def test_a_document_that_shrinks_while_it_is_read_ends_the_run(tmp_path, capsys, monkeypatch):
+    make_files(tmp_path / "in", [1000] * 20)
+    digest = prepare.digest
+    monkeypatch.setattr(prepare, "digest", lambda file, hasher: (digest(file, hasher), os.truncate(file.name, 100))[0])
+    assert "000 shrank" in error_of(capsys, *SMALL, f"--input={tmp_path}/in", f"--out_dir={tmp_path}/out")
+
+
+def test_double_stars_find_what_globs_find_and_follow_no_links(tmp_path, monkeypatch):
+    (tmp_path / "in").mkdir()
+    monkeypatch.chdir(tmp_path / "in")
+    for name in ["a.c", "x/a.c", "x/y/b.c", ".hidden/c.c", "x/.hidden/d.c", "[x]/e.c", "z/x/y/x/f.c", "../outside/x/y/g.c"]:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    patterns = ["**/*.c", "x/**/*.c", "**/x/**/*.c", "*/**/y/*.c", f"{tmp_path}/in/**/x/*.c", "x/**/.hidden/*"]
+    found = [{str(Path(path).resolve()) for path in glob.glob(pattern, recursive=True)} for pattern in patterns]
+    Path("x/outside").symlink_to(tmp_path / "outside")
+    Path("loop").symlink_to(".")
+    for pattern, want in zip(patterns, found):
+        assert prepare.find_files([pattern], "out") == sorted(want) and want
+
+
+def test_a_folder_that_cannot_be_read_is_no_silent_gap(tmp_path, capsys, monkeypatch):
+    make_files(tmp_path / "in", [1000] * 20)
+
+    def scandir(path, scandir=os.scandir):  # chmod does not stop root
+        if str(path).endswith("still"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    for name in ["in", "in/**/*", "i*"]:
+        assert "deeper/still" in error_of(capsys, *SMALL, f"--input={tmp_path}/{name}", f"--out_dir={tmp_path}/out")
+
+
+def test_an_out_dir_of_any_characters_is_printed_to_a_terminal_of_ascii(tmp_path):
+    make_files(tmp_path / "in", [1000] * 20)
+    done = subprocess.run([sys.executable, prepare.__file__, *SMALL, f"--input={tmp_path}/in", f"--out_dir={tmp_path}/\xe4\x1b\u202e"],
+                          env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=True)
+    assert "train" in done.stdout.decode("ascii") and b"\x1b" not in done.stdout and not done.stderr
 
 
 def test_a_file_larger_than_memory_is_cut_all_the_same(tmp_path):
     make_files(tmp_path / "in", [4096] * 40)
     with open(tmp_path / "in/flat/007", "wb") as huge:
-        huge.truncate(3 * 10**8)  # zeros, and no room on the disk
+        huge.truncate(2 * 10**8)  # zeros, and no room on the disk
     little = lambda: resource.setrlimit(resource.RLIMIT_AS, (2**27, 2**27))
     subprocess.run([sys.executable, "-m", "prepare", "--dataset=files", f"--input={tmp_path}/in",
                     f"--out_dir={tmp_path}/out", "--val_fraction=0.3", "--no-split_documents"],
@@ -265,6 +414,8 @@ def test_each_mistake_gives_one_line_and_exit_code_2(tmp_path, capsys):
     assert "train" in error_of(capsys, *files, "--seq_len=100", "--val_fraction=0.999999999")
     assert "'many'" in error_of(capsys, *files, "--max_bytes=many")
     assert "inf" in error_of(capsys, *files, "--shard_bytes=inf")
+    assert "1.5" in error_of(capsys, *files, "--seq_len=1.5")
+    assert "\u241b[31m\ufffd" in error_of(capsys, "--dataset=files", "--input=\x1b[31m\u202e", f"--out_dir={tmp_path}/out")
     assert "--val_fraction=2" in error_of(capsys, *files, "--val_fraction=2")
     assert "--hf_path" in error_of(capsys, "--hf_path=x")
     assert "needs --input" in error_of(capsys, "--dataset=files")

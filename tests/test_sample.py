@@ -1,9 +1,14 @@
+import math
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import sample
 from conftest import run
+from model import BOS
+from test_model import small_model
 
 
 def shown(text, boundaries=()):
@@ -31,6 +36,47 @@ def test_colour_goes_from_blue_to_yellow_with_p():
     assert "".join(sample.as_terminal(steps, False)) == "a│b"
 
 
+def test_a_page_has_each_characters_p_as_a_colour_and_a_number_and_where_tokens_end():
+    page = sample.as_html([[(ord("a"), True, 0.0), *((byte, False, 0.5) for byte in "é".encode()), (ord("<"), True, 1.0)]])
+    spans = re.findall(r'<span style="background:rgb\((.*?)\);color:(\w+)" title="p = (.*?)"( class=end)?>(.*?)</span>', page)
+    assert spans == [  # cividis at 0, 1/2 and 1
+        ("0,34,78", "white", "0.00", " class=end", "a"), ("124,123,120", "black", "0.50", "", "é"),
+        ("254,232,56", "black", "1.00", " class=end", "&lt;")]
+
+
+def test_the_model_gets_what_the_flags_say_and_the_last_line_sums_up_what_it_gave(monkeypatch, capsys):
+    asked = []
+
+    class Recorder:
+        to = lambda self, device: self
+
+        def generate(self, x, *options):
+            asked.append((x.tolist(), *options, torch.initial_seed()))
+            for i in range(6):
+                yield torch.tensor([97]), torch.tensor([i % 3 == 0]), torch.tensor([0.5]), torch.tensor([3 * math.log(2)])
+
+    monkeypatch.setattr(sample, "load_checkpoint", lambda path: (Recorder(), None))
+    sample.main(["--start=é", "--num_samples=2", "--max_new_bytes=7", "--temperature=0.3", "--top_k=9", "--seed=11"])
+    assert asked == [([[BOS, *"é".encode()]], 7, 0.3, 9, 11)] * 2
+    out = capsys.readouterr().out
+    assert out.startswith("a│aaa│aa\n---") and "\n12 bytes, 4 tokens, 3.00 bytes per token, 3.000 bits per byte, " in out
+
+
+@torch.no_grad()
+def test_a_scored_byte_has_the_p_that_reading_it_gives_and_the_nats_of_what_was_read_before():
+    model, text = small_model(seq_len=16).eval(), bytes(range(70, 96))  # a row of 16 bytes and one of 10
+    torch.manual_seed(5)
+    scored = list(sample.scored(model, text, SimpleNamespace(device="cpu")))
+    torch.manual_seed(5)
+    expected = []
+    for row in text[:16], text[16:]:
+        u = torch.rand(1, 1 + len(row))
+        for i, byte in enumerate(row):
+            logits, _, l, a = model(torch.tensor([[BOS, *row[: i + 1]]]), u=u[:, : i + 2])  # nothing later
+            expected.append((byte, a[0, -1], l[0, -1].sigmoid(), -logits[0, -2].log_softmax(0)[byte]))
+    torch.testing.assert_close(torch.tensor(scored), torch.tensor(expected), atol=1e-4, rtol=1e-4)
+
+
 def test_generated_text_is_marked_and_counted(trained, tmp_path):
     out, _ = run("sample.py", f"--out_dir={trained}", "--start=fox é", "--num_samples=2", "--max_new_bytes=40", f"--html={tmp_path}/a.html")
     assert out.replace(sample.MARK, "").startswith("fox é")
@@ -42,28 +88,30 @@ def test_generated_text_is_marked_and_counted(trained, tmp_path):
     assert page.count("<pre>") == 2 and "http" not in page
 
 
-def test_an_empty_prompt_starts_from_bos(trained):
-    out, _ = run("sample.py", f"--out_dir={trained}", "--start=", "--max_new_bytes=20")
-    assert "20 bytes, " in out
+def test_an_empty_prompt_starts_from_bos(trained, capsys):
+    sample.main([f"--out_dir={trained}", "--start=", "--max_new_bytes=20"])
+    assert "20 bytes, " in capsys.readouterr().out
 
 
-def test_a_scored_file_is_shown_unchanged_but_for_the_marks(trained, tmp_path):
+def test_a_scored_file_is_shown_unchanged_but_for_the_marks(trained, tmp_path, capsys):
     text = "the quick <brown> fox & the lazy dog\n" * 3
     (tmp_path / "text").write_text(text)
-    out, _ = run("sample.py", f"--out_dir={trained}", f"--score={tmp_path}/text", f"--html={tmp_path}/a.html")
+    sample.main([f"--out_dir={trained}", f"--score={tmp_path}/text", f"--html={tmp_path}/a.html"])
+    out = capsys.readouterr().out
     assert out.replace(sample.MARK, "").startswith(text) and f"{len(text)} bytes, " in out
     assert "&lt;" in (tmp_path / "a.html").read_text()
 
 
 @pytest.mark.parametrize("arguments, message", [
     (["--out_dir=no/such"], "no checkpoint no/such/ckpt.pt"),
-    (["--out_dir={tmp}"], "is no checkpoint of train.py"),
+    (["--out_dir={tmp}"], "is no checkpoint of this version of train.py"),
     (["--out_dir={trained}", "--score=no/such"], "no/such"),
     (["--out_dir={trained}", "--score={tmp}/empty"], "is an empty file"),
     (["--out_dir={trained}", "--html=no/such/page.html"], "no/such/page.html"),
     (["--temperature=-1"], "-1"),
     (["--out_dir={trained}", "--device=nonsense"], "nonsense"),
     (["--max_new_bytes=0"], "0"),
+    (["--top_k=0"], "0"),
     (["--wrong=1"], "--wrong"),
 ])
 def test_a_mistake_on_the_command_line_is_one_line(arguments, message, trained, tmp_path, capsys):

@@ -110,16 +110,14 @@ def small(tmp_path, monkeypatch):
     """A run of a second, in tmp_path/x."""
     for name, value in {"RESULTS": tmp_path, "BATCHES": {32: 4, 64: 3}, "POSITIONS": 2, "SAMPLES": 4, "DRAWS": 3}.items():
         monkeypatch.setattr(variance, name, value)
-    yield
-    vars(train).update(train.DEFAULTS)
 
 
 def test_no_comparison_changes_what_a_decision_adds_at_a_position(trained, small, monkeypatch):
     monkeypatch.setattr(variance, "DRAWS", 100)
     monkeypatch.setattr(variance, "SAMPLES", 100)
     model, saved = load_checkpoint(trained / "ckpt.pt")
-    vars(train).update(saved["config"])
-    records, A = variance.true_advantages(model.train(), train.open_rows("val"), nullcontext(), 0.9)
+    val_shards = train.open_rows(saved["config"]["data"], "val", 32)
+    records, A = variance.true_advantages(model.train(), val_shards, nullcontext(), 0.9)
     early_G = A["raw"] - A["early exit"]
     torch.testing.assert_close(early_G, early_G[:, :1, :1].expand_as(early_G))  # the same whatever is drawn
     added = A["raw"][:, 1] - A["raw"][:, 0]
