@@ -123,7 +123,11 @@ def draw_entropy(systems, path):
 
 def evaluations(path):
     """Of a log's evaluations those with the same text as the last: in words, MB read, bits per byte, and [(character, a, p)] of each."""
-    records = [record for record in train.read_log(path) if record.get("line") and record["val_bpb"]]
+    try:
+        records = [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")]  # train.py may be writing
+        records = [record for record in records if record.get("line") and record["val_bpb"]]
+    except (ValueError, AttributeError):
+        raise ValueError(f"{path} is not what train.py writes; take its out_dir/log.jsonl")
     if not records:
         raise ValueError(f"{path} has no evaluation with a line of text, which older runs did not log; train anew or on with --resume=True")
     shown = []
