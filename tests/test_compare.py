@@ -93,7 +93,7 @@ def test_a_comparison_has_a_row_for_every_system_the_failed_too_and_a_finished_r
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     figures.main(["--name=x"])
     page = (tmp_path / "x/boundaries.html").read_text()
-    assert page.index("learned-w1-1337") < page.index("uniform-1337") and page.count("<h3>") == 2
+    assert page.index("learned-w1-1337") < page.index("uniform-1337") and page.count("<h2>") == 2
     for name in "boundaries.png", "entropy.png", "entropy.svg":
         assert (tmp_path / "x" / name).stat().st_size > 1000
 

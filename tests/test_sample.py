@@ -36,12 +36,9 @@ def test_colour_goes_from_blue_to_yellow_with_p():
     assert "".join(sample.as_terminal(steps, False)) == "a│b"
 
 
-def test_a_page_has_each_characters_p_as_a_colour_and_a_number_and_where_tokens_end():
-    page = sample.as_html([[(ord("a"), True, 0.0), *((byte, False, 0.5) for byte in "é".encode()), (ord("<"), True, 1.0)]])
-    spans = re.findall(r'<span style="background:rgb\((.*?)\);color:(\w+)" title="p = (.*?)"( class=end)?>(.*?)</span>', page)
-    assert spans == [  # cividis at 0, 1/2 and 1
-        ("0,34,78", "white", "0.00", " class=end", "a"), ("124,123,120", "black", "0.50", "", "é"),
-        ("254,232,56", "black", "1.00", " class=end", "&lt;")]
+def test_a_page_has_each_characters_bytes_p_and_bits_and_where_tokens_end():
+    steps = [(ord("a"), True, 0.0, math.log(2)), *((byte, False, 0.5, math.log(2)) for byte in "é".encode()), (ord("<"), True, 1.0, 0.0)]
+    assert '<div data-of="61,0,100,1 c3a9,50,200 3c,100,0,1">aé&lt;</div>' in sample.as_html([("x", steps)])
 
 
 def test_the_model_gets_what_the_flags_say_and_the_last_line_sums_up_what_it_gave(monkeypatch, capsys):
@@ -85,7 +82,7 @@ def test_generated_text_is_marked_and_counted(trained, tmp_path):
     assert total == 2 * (len("fox é".encode()) + 40) and out.count(sample.MARK) <= tokens
     assert "\x1b" not in out  # no terminal, no colours
     page = (tmp_path / "a.html").read_text()
-    assert page.count("<pre>") == 2 and "http" not in page
+    assert page.count('<div class="text"') == 2 and "http" not in page
 
 
 def test_an_empty_prompt_starts_from_bos(trained, capsys):
