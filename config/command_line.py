@@ -74,6 +74,8 @@ def read_command_line(argv, defaults, usage=""):
 def check(h):
     """Ends the program with one line for a hyperparameter, or a combination of some, that cannot run."""
     world = int(os.environ.get("WORLD_SIZE", 1))
+    if world < 1:
+        fail(f"WORLD_SIZE={world} is not positive; torchrun sets it, and without torchrun it is to be unset")
     for low, high, keys in (
             (1, 2**20, "seq_len embedding_dim num_heads attention_window num_draws effective_batch_size batch_size eval_rows"),
             (0, 1000, "n_down_layers n_mid_layers n_up_layers"),

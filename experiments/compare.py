@@ -12,8 +12,8 @@ runs in it: evaluations.jsonl, a line per evaluation; table.md; loss.png and los
 are those of the paper's Figures 3 and 4: 6 per matrix parameter per byte or token, attention's products left out.
 
 With --equal=flops or --equal=seconds --bytes is the length of the first system's runs, and every other system reads as many bytes as the
-same FLOPs or seconds allow, with its schedule over exactly those. A short run of each system, kept in NAME/pilots, tells what a byte
-costs it: on this machine, beside whatever else it does at that time.
+same FLOPs or seconds allow, with its schedule over exactly those. A short run of each system, kept in NAME/pilots, tells what seconds a
+byte takes it: on this machine, beside whatever else it does at that time.
 """
 import argparse
 import json
@@ -27,13 +27,14 @@ import matplotlib
 
 matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
+import torch
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
 sys.path.insert(0, str(ROOT))
 import train
 from config.command_line import BOUNDARIES, read_command_line
-from model import load_checkpoint
+from model import ModelConfig, load_checkpoint, make_model
 from prepare import printable
 
 STYLES = {  # of a system in every figure: Okabe and Ito's colours, and a marker for those who do not see them apart
@@ -73,19 +74,25 @@ def run(flags, out_dir):
         (out_dir / "failure.txt").write_text(line.replace("|", "/"))
 
 
-def cost_of_a_byte(flags, out_dir, equal):
-    """Training FLOPs or seconds per byte, from a run of 80 steps. What learns its boundaries is taken to reach the rate asked for."""
+def flops_of_a_byte(h):
+    """Training FLOPs per byte of a run with the hyperparameters h. What learns its boundaries is taken to reach the rate asked for."""
+    model, rate = make_model(ModelConfig(**train.model_config_of(h))), h["downsample_rate_target"]
+    if h["boundaries"] not in ("learned", "gumbel", "hnet"):
+        shards = train.open_rows(h["data"], "train", h["seq_len"], h["boundaries"] == "bpe")
+        x, _, a = train.fetch(shards, range(min(256, sum(map(len, shards[0])))))
+        with torch.no_grad():
+            rate = model(x, a)[3].float().mean().item()
+    return train.flops_per_byte(model, rate, h)
+
+
+def seconds_of_a_byte(flags, out_dir):
+    """Seconds per byte on this machine, from a run of 80 steps."""
     h = train.DEFAULTS | read_command_line(flags, train.DEFAULTS)
-    step = h["effective_batch_size"] * h["seq_len"]
-    run([*flags, f"--training_bytes={80 * step}", "--log_interval=20"], out_dir)
+    run([*flags, f"--training_bytes={80 * h['effective_batch_size'] * h['seq_len']}", "--log_interval=20"], out_dir)
     if not (out_dir / "ckpt.pt").exists():
         fail(f"no pilot run: {(out_dir / 'failure.txt').read_text()}")
     steps = [record for record in train.read_log(out_dir / "log.jsonl") if "auto" in record][1:]  # the first line's have compiled
-    if equal == "seconds":
-        return 1 / statistics.median(record["bytes_per_second"] for record in steps)
-    learns = h["boundaries"] in ("learned", "gumbel", "hnet")
-    rate = h["downsample_rate_target"] if learns else statistics.mean(record["rate"] for record in steps)
-    return train.flops_per_byte(load_checkpoint(out_dir / "ckpt.pt")[0], rate, h)
+    return 1 / statistics.median(record["bytes_per_second"] for record in steps)
 
 
 def entropy_halved(records):
@@ -192,8 +199,10 @@ def main(argv):
     results, todo, systems = RESULTS / options.name, [], options.systems.split(",")
     lengths = {system: [] for system in systems}
     if options.equal != "bytes":
-        costs = {system: cost_of_a_byte(hyperparameters(system, options.first_seed, others)[0], results / "pilots" / system, options.equal)
-                 for system in systems}
+        costs = {}
+        for system in systems:
+            flags, h = hyperparameters(system, options.first_seed, others)
+            costs[system] = flops_of_a_byte(h) if options.equal == "flops" else seconds_of_a_byte(flags, results / "pilots" / system)
         length = hyperparameters(systems[0], options.first_seed, others)[1]["training_bytes"]
         lengths = {system: [f"--training_bytes={round(length * costs[systems[0]] / costs[system])}"] for system in systems}
     for seed in range(options.first_seed, options.first_seed + options.seeds):

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 from config.command_line import read_command_line
 from conftest import TINY
 from experiments import compare, figures
-from model import load_checkpoint
-from train import DEFAULTS, flops_per_byte, read_log
+from model import ModelConfig, load_checkpoint, make_model
+from train import DEFAULTS, flops_per_byte, model_config_of, open_rows, read_log
 
 
 def test_a_run_of_which_numbers_are_missing_is_a_row_that_says_so(tmp_path, trained):
@@ -55,17 +56,16 @@ def test_a_table_has_the_means_of_the_runs_last_evaluations_and_what_reaching_th
     assert lines[0].get_linestyle() == lines[1].get_linestyle() != lines[2].get_linestyle()
 
 
-@pytest.mark.parametrize("system, rate", [("learned", 1 / 5), ("hnet", 1 / 5), ("whitespace", 0.4)])
-def test_a_byte_costs_what_its_system_does_at_the_rate_it_will_have(system, rate, trained, tmp_path, monkeypatch):
-    """Of a pilot run: the rate asked for where it is learned, else the one measured. The first line of a log has compiled."""
-    monkeypatch.setattr(compare, "run", lambda flags, out_dir: shutil.copy(trained / "ckpt.pt", out_dir))
-    records = [{"step": i, "bytes": i, "auto": 1.0, "rate": rate, "bytes_per_second": speed}
-               for i, rate, speed in ((1, 0.9, 1), (2, 0.3, 1000), (3, 0.4, 2000), (4, 0.5, 9000))]
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    flags = [*TINY, f"--boundaries={system}"]
-    model, h = load_checkpoint(trained / "ckpt.pt")[0], DEFAULTS | read_command_line(flags, DEFAULTS)
-    assert compare.cost_of_a_byte(flags, tmp_path, "flops") == pytest.approx(flops_per_byte(model, rate, h))
-    assert compare.cost_of_a_byte(flags, tmp_path, "seconds") == pytest.approx(1 / 2000)
+@pytest.mark.parametrize("system, rate", [("learned", 0.25), ("hnet", 0.25), ("none", 1.0), ("whitespace", None)])
+def test_a_byte_costs_the_flops_of_the_rate_that_its_system_will_have(system, rate, data):
+    """The rate asked for where it is learned, else the one that its rule has on the training rows."""
+    flags = [*TINY, f"--boundaries={system}", f"--data={data}", "--downsample_rate_target=0.25"]
+    h = DEFAULTS | read_command_line(flags, DEFAULTS)
+    if rate is None:  # one token before every row, and one after each word
+        rows = [bytes(row) for shard in open_rows(data, "train", 32)[0] for row in shard]
+        ends = [1 + len(re.findall(rb"(?=[0-9A-Za-z\x80-\xbf][^0-9A-Za-z\x80-\xbf])", row[:-1])) for row in rows[:256]]
+        rate = sum(ends) / (32 * len(ends))
+    assert compare.flops_of_a_byte(h) == pytest.approx(flops_per_byte(make_model(ModelConfig(**model_config_of(h))), rate, h))
 
 
 def test_a_comparison_has_a_row_for_every_system_the_failed_too_and_a_finished_run_is_not_repeated(
@@ -99,9 +99,9 @@ def test_a_comparison_has_a_row_for_every_system_the_failed_too_and_a_finished_r
 
 
 def test_every_system_and_seed_is_trained_as_asked_for_as_many_bytes_as_equal_compute_allows(tmp_path, monkeypatch):
-    asked, costs = {}, {"uniform": 2.0, "learned-w2": 5.0}
+    asked = {}
     monkeypatch.setattr(compare, "RESULTS", tmp_path)
-    monkeypatch.setattr(compare, "cost_of_a_byte", lambda flags, out_dir, equal: costs[out_dir.name] if equal == "flops" else 1.0)
+    monkeypatch.setattr(compare, "flops_of_a_byte", lambda h: {"uniform": 2.0, "learned": 5.0}[h["boundaries"]])
     monkeypatch.setattr(compare, "run", lambda flags, out_dir: asked.update({out_dir.name: read_command_line(flags, DEFAULTS)}))
     flags = ["--systems=uniform,learned-w2", "--seeds=2", "--first_seed=7", "--bytes=1e6", "--equal=flops", "--gamma=0.5"]
     compare.main(flags)
@@ -110,12 +110,12 @@ def test_every_system_and_seed_is_trained_as_asked_for_as_many_bytes_as_equal_co
                      for name, its, length in (("uniform", uniform, 1_000_000), ("learned-w2", learned, 400_000))}
 
 
-def test_a_pilot_run_tells_what_a_byte_costs_or_why_not(data, tmp_path, capsys):
+def test_a_pilot_run_tells_what_seconds_a_byte_takes_or_why_not(data, tmp_path, capsys):
     flags = [*TINY, f"--data={data}", "--boundaries=none"]
-    cost, h = compare.cost_of_a_byte(flags, tmp_path / "pilot", "flops"), DEFAULTS | read_command_line(flags, DEFAULTS)
-    assert cost == flops_per_byte(load_checkpoint(tmp_path / "pilot/ckpt.pt")[0], 1.0, h)
-    assert [r["step"] for r in read_log(tmp_path / "pilot/log.jsonl") if "auto" in r] == [20, 40, 60, 80]
-    (tmp_path / "pilot/ckpt.pt").unlink()
+    cost = compare.seconds_of_a_byte(flags, tmp_path)
+    speeds = {r["step"]: r["bytes_per_second"] for r in read_log(tmp_path / "log.jsonl") if "auto" in r}
+    assert [*speeds] == [20, 40, 60, 80] and cost == 1 / sorted(speeds[step] for step in (40, 60, 80))[1]  # the first line's have compiled
+    (tmp_path / "ckpt.pt").unlink()
     with pytest.raises(SystemExit):
-        compare.cost_of_a_byte([*flags, "--data=no/such"], tmp_path / "pilot", "flops")
+        compare.seconds_of_a_byte([*flags, "--data=no/such"], tmp_path)
     assert "compare.py: no pilot run: train.py: no no/such/meta.json" in capsys.readouterr().err

@@ -216,7 +216,7 @@ EITHER = ["for i in range(3):\n    n_down_layers = 1", "with open(__file__) as f
 BAD = ["1 / 0", "raise SystemExit", "raise SystemExit('text')", "import sys\nsys.exit(0)", "exit(3)", "seq_len = (", " gamma = 1",
        "gamma = 1j", "gamma = None", "num_heads = [2]", "batch_size = 1.5", "data = b'x'", "learning_rate = float('nan')", "\0",
        "grad_clip = -float('inf')", "learning_rte = 3", "import no_such_module", "def f():\n    return f()\nf()", "gamma = 'x\\x1b[31m'",
-       "boundaries = 'a\\0b.pt'", "seed = 10 ** 5000", "learning_rate = 10 ** 400", "assert False, 'a\\nb'", "compile = 1",
+       "boundaries = 'a\\0b.pt'", "learning_rate = 10 ** 400", "assert False, 'a\\nb'", "compile = 1",
        "raise ValueError('\\x1b[31m')", "dtype = float",
        "class C:\n    def __str__(self):\n        return 1 / 0\n    __repr__ = __str__\nseq_len = C()"]
 
@@ -247,7 +247,7 @@ def flags(rng):
         forms = [f"--{key}={rng.choice(TEXTS)}", f"--{key}={number}"] * 50 + [f"--{key}", f"-{key}=1", key, "--", "--=", "file", "data"]
         odd.append(rng.choice(forms))
         arguments.insert(rng.randint(0, len(arguments)), odd[-1])
-    environment = rng.choice([{}] * 50 + [{"WORLD_SIZE": size} for size in ("0", "-1", "x", "")])
+    environment = rng.choice([{}] * 50 + [{"WORLD_SIZE": size} for size in ("0", "-1")])
     what = wrong(run(program("train.py", *arguments, environment=environment, stop="model")))
     return what and f"{what}; {odd} {environment}"
 

@@ -1,0 +1,94 @@
+"""
+Where tokens begin to pay: trains systems at equal FLOPs, over shapes of the model and budgets.
+
+    python experiments/search.py --name=width --data=data/english --systems=none,whitespace --flops=1.3e13,3.75e13 \\
+        --shape="--embedding_dim=64 --num_heads=1" --shape="--embedding_dim=96" --shape="--embedding_dim=128"
+
+Every system reads as many bytes as the FLOPs allow it in that shape, with its schedule over exactly those; FLOPs as in compare.py. A shape
+is any flags of train.py; others go to all runs. Runs that are there already are not repeated. Writes experiments/results/NAME/, anew
+from all runs in it: runs.jsonl, a line a run; table.md; search.png and search.svg, bits per byte against the model's parameters.
+"""
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from experiments import compare
+from experiments.compare import LINES, RESULTS, STYLES, plt
+from model import load_checkpoint
+
+
+def read(results):
+    """A record for each run that has ended."""
+    records = []
+    for path in sorted(results.glob("runs/*/*/*/ckpt.pt"), key=lambda path: (float(path.parts[-4]), path.parts[-3:])):
+        budget, shape, name = path.parts[-4:-1]
+        system, seed = name.rsplit("-", 1)
+        last = compare.read_run(system, int(seed), path.parent)[-1]
+        if last["bytes"] >= last["length"]:
+            model = load_checkpoint(path)[0]
+            records.append({"budget": float(budget), "shape": shape.replace("_", " "), "system": system, "seed": int(seed),
+                            "parameters": sum(p.numel() for p in model.parameters()), "bytes": last["bytes"], "bpb": last["val_bpb"],
+                            "rate": last["val_rate"], "ends_between": last["ends_between"], "flops": last["flops"], "seconds": last["seconds"]})
+    return records
+
+
+def write(results):
+    """The records, as runs.jsonl, as a table of their means over seeds, and as a figure."""
+    records = read(results)
+    (results / "runs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    cells = {}
+    for r in records:
+        cells.setdefault((r["budget"], r["shape"], r["system"]), []).append(r)
+    systems = sorted({system for _, _, system in cells}, key=list(STYLES).index)
+    lines = [["FLOPs", "shape", "parameters", *systems]]
+    lines.append(["---"] * len(lines[0]))
+    for budget, shape in dict.fromkeys(key[:2] for key in cells):
+        here = {system: cells.get((budget, shape, system), []) for system in systems}
+        size = next(r["parameters"] for some in here.values() for r in some)
+        mean = {system: f"{sum(r['bpb'] for r in some) / len(some):.3f} ({some[0]['bytes'] / 1e6:.1f} MB"
+                        + (f", {len(some)} seeds)" if len(some) > 1 else ")") if some else "" for system, some in here.items()}
+        lines.append([f"{budget:.3g}", shape, f"{size / 1e6:.2f}M", *mean.values()])
+    (results / "table.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    budgets = sorted({budget for budget, _, _ in cells})
+    for budget, system in dict.fromkeys((budget, system) for budget, _, system in cells):
+        points = sorted((some[0]["parameters"] / 1e6, sum(r["bpb"] for r in some) / len(some))
+                        for key, some in cells.items() if key[::2] == (budget, system))
+        colour, marker = STYLES[system]
+        axes.plot(*zip(*points), color=colour, marker=marker, linestyle=LINES[budgets.index(budget) % len(LINES)], linewidth=1, markersize=5,
+                  label=f"{system}, {budget:.3g} FLOPs")
+    axes.set(xscale="log", xlabel="parameters, millions", ylabel="bits per byte, held-out rows")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.2, which="both")
+    for suffix in ("png", "svg"):
+        figure.savefig(results / f"search.{suffix}", dpi=150)
+    plt.close(figure)
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--systems", default="none,whitespace")
+    parser.add_argument("--flops", required=True, help="budgets, by commas")
+    parser.add_argument("--shape", action="append", default=[], help="flags of train.py; more than one --shape")
+    parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--name", default="search", help="of the folder of results")
+    parser.error = compare.fail
+    options, others = parser.parse_known_args(argv)
+    results = RESULTS / options.name
+    for budget in options.flops.split(","):
+        for shape in options.shape or [""]:
+            for system in options.systems.split(","):
+                flags, h = compare.hyperparameters(system, options.seed, [*others, *shlex.split(shape)])
+                length = round(float(budget) / compare.flops_of_a_byte(h))
+                slug = "_".join(flag.removeprefix("--") for flag in shlex.split(shape)) or "default"
+                compare.run([*flags, f"--training_bytes={length}"], results / "runs" / budget / slug / f"{system}-{options.seed}")
+    write(results)
+    print((results / "table.md").read_text())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
