@@ -9,7 +9,7 @@ Read it top to bottom; the data flows the same way. `# eq. n` is the paper's equ
     l  logit of that decision, p = sigmoid(l)   (B, N)       Y'  after the middle transformer (B, M, D)
                                                              Y   handed back to the bytes     (B, N, D)
 
-B rows, N bytes in a row, M tokens in the row that has the most, D = embedding_dim. Position i predicts y_i = x_{i+1}.
+B rows, N bytes in a row, M tokens in the row that has the most (rounded up to 8s), D = embedding_dim. Position i predicts y_i = x_{i+1}.
 """
 import copy
 import math
@@ -30,7 +30,7 @@ TOKEN_MULTIPLE = 8  # M is rounded up to a multiple of this, so that the middle 
 
 @dataclass
 class ModelConfig:
-    seq_len: int = 4096  # bytes in a training row; only experiments/systems.py's uniform boundaries depend on it
+    seq_len: int = 4096  # bytes in a training row; longer ones can be read too; uniform boundaries are spaced by it
     embedding_dim: int = 768
     num_heads: int = 12
     n_down_layers: int = 4  # byte layers before the middle
@@ -94,8 +94,8 @@ def causal_attention(q, k, v):
 def window_attention(q, k, v, window):
     """Causal attention of each position to itself and the window - 1 before it, over (B, H, N, h), in O(N * window).
 
-    The row is cut into chunks of half a window; a chunk's queries need the keys of their own chunk and of the two
-    chunks before it, so every product is a batch of small dense ones and the work wasted on masked pairs is a third.
+    The row is cut into chunks of half a window, of 8 at least; a chunk's queries need the keys of their own chunk and of those that a
+    window reaches back into, two or one, so every product is a batch of small dense ones, a third to a half of it masked.
     """
     N, C = q.size(2), max(window // 2, 8)  # products smaller than 8 by 16 are slow
     n, back = math.ceil(N / C), math.ceil((window - 1) / C)  # chunks, and how many before its own one reads
@@ -110,6 +110,8 @@ def window_attention(q, k, v, window):
 
 
 class Attention(nn.Module):
+    """Causal attention of x (B, N, D) over `window` positions or all; cos and sin from `rope`. Cache and step: see Model.run."""
+
     def __init__(self, dim, num_heads, window=None):
         super().__init__()
         self.num_heads, self.window = num_heads, window
@@ -129,6 +131,8 @@ class Attention(nn.Module):
 
 
 class GeGLU(nn.Module):
+    """x (..., dim) -> (..., dim) through hidden_dim gated units."""
+
     def __init__(self, dim, hidden_dim):
         super().__init__()
         self.up = nn.Linear(dim, 2 * hidden_dim, bias=False)
@@ -140,6 +144,8 @@ class GeGLU(nn.Module):
 
 
 class Block(nn.Module):
+    """x (B, N, D) -> (B, N, D): attention, then MLP, each between two norms and added to x."""
+
     def __init__(self, dim, num_heads, hidden_dim, window=None):
         super().__init__()
         self.attention, self.mlp = Attention(dim, num_heads, window), GeGLU(dim, hidden_dim)
@@ -182,12 +188,12 @@ def draw(z, threshold):
 
 
 def token_positions(a):
-    """Byte position of each token (B, M), and the token that each byte reads from (B, N); a (B, N) bool, a[:, 0] True.
+    """Byte position of each token (B, M), and number of the token that each byte reads from (B, N), int64; a (B, N) bool, a[:, 0] True.
 
     Rows with fewer than M tokens are filled with byte 0: causal attention hides what comes after a row's own tokens.
     """
     token = a.long().cumsum(1) - 1  # (B, N): the last token at or before each byte
-    M = math.ceil((int(token[:, -1].max()) + 1) / TOKEN_MULTIPLE) * TOKEN_MULTIPLE  # the step's one wait for the GPU
+    M = math.ceil((int(token[:, -1].max()) + 1) / TOKEN_MULTIPLE) * TOKEN_MULTIPLE  # waits for the GPU
     positions = torch.zeros(a.size(0), M + 1, dtype=torch.long, device=a.device)
     byte = torch.arange(a.size(1), device=a.device).expand_as(token)
     positions = positions.scatter(1, torch.where(a, token, M), byte)[:, :M]  # column M takes what is no boundary
@@ -209,6 +215,8 @@ def next_byte_logits(x, head):
 
 
 class Model(nn.Module):
+    """Byte encoder, policy, middle transformer over tokens and byte decoder, eq. 1-9, 14 and 19-23. train.py has the losses."""
+
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -239,7 +247,8 @@ class Model(nn.Module):
             self.rotation = rope(2 * N, self.head_dim, self.rotation.device)
 
     def run(self, blocks, x, positions, caches=None, step=None):
-        """x (B, N, D) through the blocks; positions (N,) or (B, N) in bytes. Caches and step: see `generate`."""
+        """x (B, N, D) through the blocks; positions (N,) or (B, N) in bytes. caches: one of each block, filled with x or, if step = rows, count
+        (R,) each is given, with x (R, 1, D), one more position of these rows, of which they hold count."""
         cos, sin = self.rotation[:, positions]
         for i, block in enumerate(blocks):
             x = block(x, cos, sin, caches and caches[i], step)
@@ -265,7 +274,7 @@ class Model(nn.Module):
         return early_logits, z
 
     def boundaries(self, z, u):
-        """a bool from uniforms u, both (B, N) or (K, B, N): a_i = [u_i < p_i], eq. 19-20; a_0 = 1."""
+        """The draw: a bool from z (B, N, 1 + w) and uniforms u, a and u (B, N) or (K, B, N): a_i = [u_i < p_i], eq. 19-23; a_0 = 1."""
         threshold = torch.logit(u)  # u < sigmoid(l) where logit(u) < l, which spares the draw the sigmoid ...
         if self.training:  # ... and here the soft-cap
             c = self.config.policy_softcap
@@ -277,7 +286,7 @@ class Model(nn.Module):
         return a
 
     def boundary_logits(self, z, a):
-        """l of the decisions a, both (B, N) or (K, B, N), each given those before it; eq. 21-23, all positions at once."""
+        """l of the decisions a, both (B, N) or (K, B, N), each given those before it, from z (B, N, 1 + w); eq. 21-23, all positions at once."""
         l, N = z[..., 0].expand(a.shape), a.size(-1)
         for j in range(1, z.size(-1)):
             l = l + F.pad(a, (j, 0))[..., :N] * z[..., j]  # a_{i-j} W_j X_i, eq. 21
@@ -387,7 +396,8 @@ class Cache:
             self.k[:, :, last % self.window], self.v[:, :, last % self.window] = k[:, :, last], v[:, :, last]
 
     def append(self, k, v, rows, count):
-        """One more position k, v (R, H, 1, h) of the rows (R,), which held count (R,) of them: all k and v, and a mask."""
+        """One more position k, v (R, H, 1, h) of the rows (R,), which held count (R,) of them. Returns all their
+        k and v (R, H, L, h) and a mask (R, 1, 1, L), True where a position is held."""
         used = self.window or int(count.max()) + 1
         if used > self.k.size(2):
             self.k, self.v = (F.pad(z, (0, 0, 0, z.size(2))) for z in (self.k, self.v))
@@ -399,7 +409,8 @@ class Cache:
 
 
 def make_model(config):
-    """A new model: one that learns its boundaries, or one that they are compared with."""
+    """A new model of a ModelConfig: one that learns its boundaries, or one that they are compared with. Raises what load_checkpoint does
+    where boundaries is a path."""
     if config.boundaries == "learned":
         return Model(config)
     from experiments.systems import SYSTEMS, Taught
@@ -409,7 +420,7 @@ def make_model(config):
 def load_checkpoint(path):
     """The model that train.py saved at `path`, on the CPU in evaluation mode, and all that was saved with it.
 
-    Raises FileNotFoundError, or ValueError if the file is no such checkpoint, was damaged or holds weights that are not finite.
+    Raises FileNotFoundError, PermissionError, or ValueError if the file is no such checkpoint, was damaged or holds weights that are not finite.
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"no checkpoint {path}; train.py makes one")

@@ -59,7 +59,7 @@ num_draws = 2  # K, of each row's boundaries, each judged by how the others fare
 policy_interval = 4  # with more draws than one: steps from one that draws them to the next; L_pi and L_tgt count in these alone
 gamma = 0.99  # discount of later rewards, eq. 16
 lambda_pi = 1e-2  # weight of the policy's loss, eq. 27
-lambda_target = 1e-2  # weight of the boundary rate's loss
+lambda_target = 1e-2  # weight of L_tgt, which keeps the rate
 lambda_early = 1e-1  # weight of the early head's loss; only num_draws=1 has such a head, and none if this is 0
 # optimizer: AdamW
 training_bytes = 8_000_000  # length of the run
@@ -84,7 +84,7 @@ DEFAULTS = {k: v for k, v in globals().items() if k.islower() and type(v) in (in
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The losses. logits (B, N, 257), l and everything else (B, N); nats per byte.
+# The losses. logits (B, N, 257), y (B, N); what draws have, l, a, R, G, A, is (K, B, N). Log-likelihoods are in nats.
 
 
 def batch_mean(z):
@@ -97,12 +97,12 @@ def batch_mean(z):
 
 
 def log_likelihood(logits, y):
-    """log p(y_i | x, a) (B, N)."""
+    """log p(y_i | x, a) (B, N) in nats, of logits (B, N, 257) and y (B, N)."""
     return -F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view_as(y)
 
 
 def discounted_return(R, gamma):
-    """G_i = sum_k gamma^k R_{i+k}, eq. 16. Doubles the terms summed log2(N) times; no power of gamma is divided by."""
+    """G_i = sum_k gamma^k R_{i+k}, eq. 16; R and G (..., N). Doubles the terms summed log2(N) times; no power of gamma is divided by."""
     G, reach = R, 1
     while reach < R.size(-1):
         G = G + gamma**reach * F.pad(G[..., reach:], (0, reach))
@@ -119,7 +119,7 @@ def advantage(G):
 
 
 def policy_loss(l, a, A):
-    """L_pi, eq. 18: mean of -log pi(a_i) A_i. Position 0 is forced, not drawn: it has no term."""
+    """L_pi, eq. 18: mean of -log pi(a_i) A_i; l, a and A (K, B, N), A without a gradient. Position 0 is forced, not drawn: it has no term."""
     negative_log_pi = F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")
     return (negative_log_pi * A)[..., 1:].sum() / l.numel()
 
@@ -130,8 +130,9 @@ def target_loss(l, target, mean_p):
 
 
 def losses(logits, early_logits, l, a, y, gamma, target, mean_p=None):
-    """L_auto, L_early, L_pi and L_tgt, eq. 15-18 and 24-26, of one draw or of K, as Model.forward returned them. mean_p is that
-    of eq. 24, unless given the one of these rows, of all processes."""
+    """L_auto, L_early, L_pi and L_tgt, eq. 15-18 and 24-26, from what Model.forward returned of one draw or of K, and y (B, N). L_auto, of
+    the first draw, and L_early, 0 without an early head, are in nats per byte. mean_p is eq. 24's mean of p; where it is not given,
+    that of these rows, over all processes."""
     if l.dim() == 2:
         logits, l, a = [logits], l[None], a[None]
     logp = torch.stack([log_likelihood(draw, y) for draw in logits])  # (K, B, N)
@@ -177,8 +178,8 @@ def mean_probability(model, passes, autocast):
 
 
 def backward(net, model, passes, teaching, h, autocast, scaler):
-    """Adds up the gradient of eq. 27 over a step's passes, each x, y, a, u; the policy's part of it in steps that are teaching.
-    Returns L_auto, L_early, L_pi, L_tgt, the boundary rate and the decisions' entropy, mean -log pi(a_i): (6,), of this process."""
+    """Adds up the gradient of eq. 27 over a step's passes, each x, y, a, u; with the policy's part if the step is one that teaches it.
+    Returns L_auto, L_early, L_pi, L_tgt, the rate and the decisions' entropy, mean -log pi(a_i) in nats: (6,), of this process."""
     mean_p = mean_probability(model, passes, autocast) if teaching and len(passes) > 1 else None
     terms = []
     for x, y, a, u in passes:
@@ -191,13 +192,14 @@ def backward(net, model, passes, teaching, h, autocast, scaler):
             if h.boundaries != "learned":
                 L = L + model.boundary_loss(l, a)
             scaler.scale(L / len(passes)).backward()
-        terms.append(torch.stack((L_auto, L_early, L_pi, L_tgt, a.float().mean(), policy_loss(l, a, torch.ones_like(l)))).detach())
+        entropy = F.binary_cross_entropy_with_logits(l[..., 1:], a[..., 1:].float())
+        terms.append(torch.stack((L_auto, L_early, L_pi, L_tgt, a.float().mean(), entropy)).detach())
     return torch.stack(terms).mean(0)
 
 
 def read_step(shards, first, K, h, rank, world, where):
-    """This process's part of the step that reads the rows from number `first` on, cut into passes: x, y, the boundaries a where the data
-    has them, and the uniforms u that decide K draws."""
+    """This process's part of the step that reads the rows from number `first` on, on the device `where`, cut into passes: x and y (B, N)
+    int64, boundaries a (B, N) bool or, where the data has none, None, and what decides the draws, u (K, B, N), or (B, N) if K is 1."""
     rows = shuffled(h.seed, first, h.effective_batch_size, sum(map(len, shards[0])))[rank::world]
     draws = uniforms(h.seed, first, (K, h.effective_batch_size, h.seq_len))[:, rank::world]
     passes = []
@@ -231,7 +233,7 @@ def main(argv):
         step, rows_seen = go_on(saved, optimizer, scaler)
     if h.compile and where.type != "mps" and compiler_works(where):
         compile_blocks(model)
-    net = DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model  # the only buffer is a table
+    net = DistributedDataParallel(model, forward_sync_buffers=False) if world > 1 else model  # the only buffer is a table
     log_file = checkpoint.with_name("log.jsonl")
     if rank == 0:
         shorten(log_file, step)
@@ -267,7 +269,7 @@ def main(argv):
     while not finished and not stopping:
         held = rows_seen * h.seq_len < h.policy_start_bytes
         step += 1
-        teaching = learned and (h.num_draws == 1 or step % h.policy_interval == 0)
+        teaching = learned and (h.num_draws == 1 or step % h.policy_interval == 0)  # whether L_pi and L_tgt count
         passes = read_step(train_shards, rows_seen, h.num_draws if teaching else 1, h, rank, world, where)
         rows_seen += h.effective_batch_size
         bytes_seen = rows_seen * h.seq_len
@@ -353,7 +355,7 @@ def where_tokens_end(x, a):
 @torch.no_grad()
 def evaluate(model, shards, eval_rows, batch_size, autocast):
     """On fixed validation rows with fixed uniforms: bits per byte of the model and its standard error over rows, bits per
-    byte of the early head if there is one, the boundary rate, the decisions' entropy (mean -log pi(a_i), nats), the contrast:
+    byte of the early head if there is one, the rate, the decisions' entropy (mean -log pi(a_i), nats), the contrast:
     the mean p on bytes that are no letters or digits over the mean p on letters and digits; and `where_tokens_end`. Also the
     first row's bytes, boundaries and p, to look at."""
     n, where = sum(map(len, shards[0])), model.embedding.weight.device
@@ -404,7 +406,7 @@ def as_record(line):
 
 
 def flops_per_byte(model, rate, config):
-    """Training FLOPs per byte as the paper counts them: 6 per matrix parameter, per byte or, in the middle, per token. Further draws
+    """Training FLOPs per byte at a rate, in tokens per byte, as the paper counts them: 6 per matrix parameter, per byte or, in the middle, per token. Further draws
     only go forward, and not through the encoder: 2 per parameter of the rest. What `mean_probability` and a teacher cost is left out."""
     further = (config["num_draws"] - 1) / config["policy_interval"] if config["boundaries"] == "learned" else 0
 
@@ -503,7 +505,7 @@ def uniforms(seed, first, shape):
 
 
 def save(path, state):
-    """Writes the checkpoint beside `path` and moves it there: whatever happens, `path` is one whole checkpoint."""
+    """Writes the checkpoint beside `path` and moves it there: whatever happens, `path` is one whole checkpoint. Raises OSError."""
     part = path.with_suffix(".part")
     try:
         torch.save(state, part)
@@ -544,7 +546,7 @@ def shorten(path, step):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Setting up: command line, checks, machine, checkpoint.
+# Setting up: machine, compiler, model, checkpoint.
 
 
 def device_and_dtype(device, dtype):
@@ -637,7 +639,7 @@ def begin(chosen, checkpoint):
 
 
 def go_on(saved, optimizer, scaler):
-    """Puts the checkpoint's state into optimizer and scaler, but for the rates and decays, which flags may have changed. Returns its
+    """Puts the checkpoint's state into optimizer and scaler, but for learning rates and weight decays, which flags may have changed. Returns its
     step, and how many rows were read."""
     optimizer.load_state_dict(saved["optimizer"] | {"param_groups": optimizer.state_dict()["param_groups"]})
     if saved["scaler"]:

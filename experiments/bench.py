@@ -146,10 +146,7 @@ def matrix_products(h):
 
 def fixed_forward(model, x, a):
     """Model.forward without anything that learning boundaries needs: no policy, no early head."""
-    X = model.encode(x)
-    positions, token = token_positions(a)
-    tokens = model.run(model.middle, select(X, positions), positions)
-    return model.decode(X + select(tokens, token))
+    return model.predict(model.encode(x), a)
 
 
 def training_step(h, kind):
@@ -282,6 +279,8 @@ def bench_training(h, rounds):
     workers = {dtype: Worker(matrix_products, h | {"dtype": dtype}) for dtype in dtypes}
     workers |= {name: Worker(training_step, *spec) for name, spec in systems.items()}
     failed = {name: worker.first for name, worker in workers.items() if isinstance(worker.first, str)}
+    if "learned" in failed:
+        sys.exit(f"bench.py: {failed['learned']}")
     working = {name: worker for name, worker in workers.items() if name not in failed}
     times = take_turns(working, rounds)
     ends = {name: worker.close() for name, worker in working.items()}
@@ -300,9 +299,9 @@ def bench_training(h, rounds):
             continue
         middle, spread = median(times[name])
         speed[name] = g["batch_size"] * g["seq_len"] / middle
-        rate = speed[name] * model_flops(g, kind)
+        done = speed[name] * model_flops(g, kind)  # FLOP/s
         row(name, speed[name] / 1e3, "kB/s", speed[name] / 1e3 * spread / middle,
-            f"{rate / 1e9:.4g} GFLOP/s, " + ", ".join(f"{rate / ceiling[dtype]:.2f} of the {dtype} ceiling" for dtype in dtypes))
+            f"{done / 1e9:.4g} GFLOP/s, " + ", ".join(f"{done / ceiling[dtype]:.2f} of the {dtype} ceiling" for dtype in dtypes))
     for name, (g, kind) in systems.items():
         if name in speed:
             model = plain_rival(g) if kind == "plain" else make_model(g)

@@ -74,6 +74,15 @@ def run(flags, out_dir):
         (out_dir / "failure.txt").write_text(line.replace("|", "/"))
 
 
+def check_made(out_dir, wanted):
+    """Ends the program if a run is there that was made with other hyperparameters."""
+    if (out_dir / "ckpt.pt").exists():
+        made = load_checkpoint(out_dir / "ckpt.pt")[1]["config"]
+        for key in wanted.keys() - {"out_dir", "resume", "device", "compile"}:
+            if made.get(key) != wanted[key]:
+                fail(f"{out_dir} was made with {key}={made.get(key)!r}, not {wanted[key]!r}; give another --name")
+
+
 def flops_of_a_byte(h):
     """Training FLOPs per byte of a run with the hyperparameters h. What learns its boundaries is taken to reach the rate asked for."""
     model, rate = make_model(ModelConfig(**train.model_config_of(h))), h["downsample_rate_target"]
@@ -88,7 +97,9 @@ def flops_of_a_byte(h):
 def seconds_of_a_byte(flags, out_dir):
     """Seconds per byte on this machine, from a run of 80 steps."""
     h = train.DEFAULTS | read_command_line(flags, train.DEFAULTS)
-    run([*flags, f"--training_bytes={80 * h['effective_batch_size'] * h['seq_len']}", "--log_interval=20"], out_dir)
+    h |= {"training_bytes": 80 * h["effective_batch_size"] * h["seq_len"], "log_interval": 20}
+    check_made(out_dir, h)
+    run([*flags, f"--training_bytes={h['training_bytes']}", "--log_interval=20"], out_dir)
     if not (out_dir / "ckpt.pt").exists():
         fail(f"no pilot run: {(out_dir / 'failure.txt').read_text()}")
     steps = [record for record in train.read_log(out_dir / "log.jsonl") if "auto" in record][1:]  # the first line's have compiled
@@ -169,7 +180,7 @@ def write(results):
     evaluations = [e for system in runs for run in runs[system] for e in run]
     results.mkdir(parents=True, exist_ok=True)
     (results / "evaluations.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
-    head = ["system", "seeds", "bits per byte", "standard error over rows", "each seed", "boundary rate", "tokens ending between words",
+    head = ["system", "seeds", "bits per byte", "standard error over rows", "each seed", "rate", "tokens ending between words",
             "entropy halved at MB", "training FLOPs", "minutes"]
     rows = [summarize(system, runs[system], failures[system]) for system in runs]
     lines = [head, ["---"] * len(head), *rows]
@@ -210,11 +221,7 @@ def main(argv):
             flags, wanted = hyperparameters(system, seed, [*others, *lengths[system]])
             out_dir = results / "runs" / f"{system}-{seed}"
             todo.append((flags, out_dir))
-            if (out_dir / "ckpt.pt").exists():
-                made = load_checkpoint(out_dir / "ckpt.pt")[1]["config"]
-                for key in wanted.keys() - {"out_dir", "resume", "device", "compile"}:
-                    if made.get(key) != wanted[key]:
-                        fail(f"{out_dir} was made with {key}={made.get(key)!r}, not {wanted[key]!r}; give another --name")
+            check_made(out_dir, wanted)
     for flags, out_dir in todo:
         run(flags, out_dir)
         well = write(results)

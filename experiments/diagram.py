@@ -27,12 +27,12 @@ text { fill: var(--ink) } .faint { fill: var(--faint) } .mono { font-family: ui-
 
 @torch.no_grad()
 def two_draws(model, text, gamma):
-    """Of two draws a (2, N) bool, log p of each next byte (2, N) and the return G_0 (2,)."""
+    """Of two draws a (2, N) bool, log p of each next byte (2, N) and the return G_1 (2,)."""
     y = torch.tensor([list(text)])
     x = torch.cat((torch.tensor([[BOS]]), y[:, :-1]), 1)
     logits, _, _, a = model.train()(x, u=torch.rand(2, *x.shape))  # drawn as in training, which keeps exploring
     logp = torch.stack([log_likelihood(z, y)[0] for z in logits])
-    return a[:, 0].tolist(), logp.tolist(), discounted_return(logp, gamma)[:, 0].tolist()
+    return a[:, 0].tolist(), logp.tolist(), discounted_return(logp, gamma)[:, 1].tolist()
 
 
 def draw(text, a, logp, G):
@@ -87,7 +87,7 @@ def draw(text, a, logp, G):
     add("text", "bars: what a byte cost, -log p", x=(LEFT + right) / 2, y=410, class_="mid faint", font_size=11)
     add("path", d=f"M{right + 6} 372 C{right + 70} 372 {right + 70} 300 {right + 70} 262", class_="reward")
     add("path", d=f"M{right + 70} 176 C{right + 70} 120 {right + 50} 108 {right + 8} 108", class_="reward", marker_end="url(#head)")
-    for row, words in enumerate((f"draw 1: G = {G[0]:.1f} nats", f"draw 2: G = {G[1]:.1f} nats", f"A = {G[0] - G[1]:+.1f}, eq. 16-17",
+    for row, words in enumerate((f"draw 1: G = {G[0]:.1f} nats", f"draw 2: G = {G[1]:.1f} nats", f"A = {G[0] - G[1]:+.1f}, eq. 16",
                                  "make draw 1 " + ("likelier" if G[0] > G[1] else "less likely"), "-log pi(a) A, eq. 18")):
         add("text", words, x=right + 24, y=192 + 16 * row, class_="back" if row > 1 else "")
     add("text", "no gradient passes the draw; the reward weighs its log-probability instead", x=right - 4, y=426, class_="back", text_anchor="end", font_size=11)

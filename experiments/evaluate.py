@@ -19,7 +19,7 @@ around them; " [title]" becomes ". ", other brackets go with what they hold, the
 
 Bits per byte: the bits that all right answers cost given their contexts, over their bytes in UTF-8, spaces in front included.
 Its standard error is that of a ratio of two sums over items. Accuracy, where there are choices: how often the right one has
-the fewest bits per byte (the harness divides by characters without the space in front). The boundary rate is tokens over
+the fewest bits per byte (the harness divides by characters without the space in front). The rate is tokens over
 positions, of all that is read: contexts, wrong choices and <bos> included.
 
 A row of the model holds seq_len bytes. A context loses its first bytes until it and the answer fit. An answer longer than a row
@@ -45,7 +45,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from model import load_checkpoint
-from sample import printable
+from prepare import printable
 from train import device_and_dtype, inputs_and_targets, log_likelihood
 
 
@@ -230,7 +230,7 @@ def main(argv=None):
     items = {task: read_items(task) for task in options.tasks}  # all mistakes before any work
 
     model = model.to(kind).eval()
-    print("| task | items | bytes | bits per byte | standard error | accuracy | boundary rate |\n|---|---|---|---|---|---|---|")
+    print("| task | items | bytes | bits per byte | standard error | accuracy | rate |\n|---|---|---|---|---|---|---|")
     results = []
     for task in items:
         results.append(evaluate(model, task, items[task], options.batch_size, autocast))

@@ -29,7 +29,7 @@ def read(results):
         last = compare.read_run(system, int(seed), path.parent)[-1]
         if last["bytes"] >= last["length"]:
             model = load_checkpoint(path)[0]
-            records.append({"budget": float(budget), "shape": shape.replace("_", " "), "system": system, "seed": int(seed),
+            records.append({"budget": float(budget), "shape": shape, "system": system, "seed": int(seed),
                             "parameters": sum(p.numel() for p in model.parameters()), "bytes": last["bytes"], "bpb": last["val_bpb"],
                             "rate": last["val_rate"], "ends_between": last["ends_between"], "flops": last["flops"], "seconds": last["seconds"]})
     return records
@@ -79,13 +79,18 @@ def main(argv):
     parser.error = compare.fail
     options, others = parser.parse_known_args(argv)
     results = RESULTS / options.name
+    for system in options.systems.split(","):
+        if system not in STYLES:
+            compare.fail(f"--systems={system!r} is none of {', '.join(STYLES)}")
     for budget in options.flops.split(","):
         for shape in options.shape or [""]:
             for system in options.systems.split(","):
                 flags, h = compare.hyperparameters(system, options.seed, [*others, *shlex.split(shape)])
                 length = round(float(budget) / compare.flops_of_a_byte(h))
-                slug = "_".join(flag.removeprefix("--") for flag in shlex.split(shape)) or "default"
-                compare.run([*flags, f"--training_bytes={length}"], results / "runs" / budget / slug / f"{system}-{options.seed}")
+                slug = " ".join(flag.removeprefix("--") for flag in shlex.split(shape)).replace("/", " in ") or "default"
+                out_dir = results / "runs" / budget / slug / f"{system}-{options.seed}"
+                compare.check_made(out_dir, h | {"training_bytes": length})
+                compare.run([*flags, f"--training_bytes={length}"], out_dir)
     write(results)
     print((results / "table.md").read_text())
 

@@ -7,7 +7,7 @@ x_0 .. x_i, and a_i = 1 gives it the token that ends there.
 
     uniform     round(N * target) evenly spaced tokens
     random      independent draws at the target rate
-    whitespace  a word's end: the first byte after a letter that is none (SpaceByte, arXiv 2404.14408)
+    whitespace  a word's end: the first byte after a word, letters and digits, that is none of these (SpaceByte, arXiv 2404.14408)
     bpe         after o200k_base's tokens, shifted right by one
     none        every byte a token
     gumbel      Nawrot et al., arXiv 2211.09761
@@ -129,22 +129,22 @@ class Taught(Fixed):
 
 
 def mean_pool(X, a, M):
-    """Mean of X over each segment; a segment ends where a is 1. X (B, N, D), a (B, N) 0 or 1 -> (B, M, D).
+    """Mean of X over the bytes of each token, which ends where a is 1. X (B, N, D), a (B, N) 0 or 1 -> (B, M, D).
 
-    The weight of a position is 1 in value; in its gradient a boundary moves the positions after it to the next segment, as in
-    the authors' code: 1 - s + (the number of boundaries before it), over the sum of the segment's weights.
+    The weight of a position is 1 in value; in its gradient a boundary moves the positions after it to the next token, as in
+    the authors' code: 1 - s + (the number of boundaries before it), over the sum of the token's weights.
     """
     before = a.cumsum(1) - a
     weight = 1 + before - before.detach()  # (B, N)
-    segment = before.detach().round().long().clamp(max=M)  # the one after the last boundary: padding, or column M
+    token = before.detach().round().long().clamp(max=M)  # the one after the last boundary: padding, or column M
     total = X.new_zeros(X.size(0), M + 1, X.size(2), dtype=torch.float32)
-    total = total.scatter_add(1, segment[..., None].expand_as(X), weight[..., None] * X.float())
-    count = total.new_zeros(total.shape[:2]).scatter_add(1, segment, weight)
+    total = total.scatter_add(1, token[..., None].expand_as(X), weight[..., None] * X.float())
+    count = total.new_zeros(total.shape[:2]).scatter_add(1, token, weight)
     return (total / count.clamp(min=1e-9)[..., None])[:, :M].type_as(X)
 
 
 class Gumbel(System):
-    """An MLP on X gives logits; a relaxed Bernoulli, hardened at 1/2 and straight-through, draws; segments are mean-pooled;
+    """An MLP on X gives logits; a relaxed Bernoulli, hardened at 1/2 and straight-through, draws; the bytes of a token are mean-pooled;
     a binomial prior keeps the rate. A learned null token takes the place of <bos>'s."""
 
     def __init__(self, config):
@@ -217,7 +217,7 @@ class HNet(System):
         return self.decode(Y.type_as(X)), early_logits, torch.logit(p, eps=1e-6), a
 
     def boundary_loss(self, l, a):
-        """The ratio loss: N / (N - 1) ((N - 1) F G + (1 - F) (1 - G)), F the rate of boundaries, G the mean p, N = 1 / target."""
+        """The ratio loss: N / (N - 1) ((N - 1) F G + (1 - F) (1 - G)), F the rate, G the mean p, N = 1 / target."""
         N, f, g = 1 / self.config.downsample_rate_target, a.float().mean(), l.sigmoid().mean()
         return RATIO_WEIGHT * N / (N - 1) * ((N - 1) * f * g + (1 - f) * (1 - g))
 

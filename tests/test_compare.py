@@ -7,7 +7,7 @@ import torch
 
 from config.command_line import read_command_line
 from conftest import TINY
-from experiments import compare, figures
+from experiments import compare, figures, search
 from model import ModelConfig, load_checkpoint, make_model
 from train import DEFAULTS, flops_per_byte, model_config_of, open_rows, read_log
 
@@ -119,3 +119,19 @@ def test_a_pilot_run_tells_what_seconds_a_byte_takes_or_why_not(data, tmp_path, 
     with pytest.raises(SystemExit):
         compare.seconds_of_a_byte([*flags, "--data=no/such"], tmp_path)
     assert "compare.py: no pilot run: train.py: no no/such/meta.json" in capsys.readouterr().err
+
+
+def test_a_search_gives_every_system_and_shape_the_same_flops_once(data, tmp_path, monkeypatch, capsys):
+    for module in compare, search:
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    flags = ["--name=x", "--systems=none,uniform", "--flops=1e9", "--shape=--n_mid_layers=2", *TINY, f"--data={data}", "--eval_interval=9999"]
+    search.main(flags)
+    records = [json.loads(line) for line in (tmp_path / "x/runs.jsonl").read_text().splitlines()]
+    assert [(r["system"], r["shape"], r["seed"]) for r in records] == [(name, "n_mid_layers=2", 1337) for name in ("none", "uniform")]
+    assert all(r["flops"] == pytest.approx(1e9, rel=0.02) for r in records) and records[1]["bytes"] > 1.3 * records[0]["bytes"]
+    row = [cell.strip() for cell in (tmp_path / "x/table.md").read_text().splitlines()[2].split("|")]
+    assert row[1:3] == ["1e+09", "n_mid_layers=2"] and [cell[:5] for cell in row[4:6]] == [f"{records[i]['bpb']:.3f}" for i in (1, 0)]
+    with pytest.raises(SystemExit):
+        search.main([*flags, "--gamma=0.5"])
+    assert "made with gamma=0.99, not 0.5; give another --name" in capsys.readouterr().err
+    assert all((tmp_path / f"x/search.{suffix}").stat().st_size > 1000 for suffix in ("png", "svg"))

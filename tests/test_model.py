@@ -37,7 +37,7 @@ def test_a_block_computes_gemma_2s_arithmetic():
     for p in block.parameters():
         p.data.normal_(std=0.5)
     positions = torch.tensor([0, 1, 2, 5, 6, 9, 40])
-    x = torch.randn(1, N, D)
+    x = 0.01 * torch.randn(1, N, D)  # small, so that RMSNorm's epsilon counts
     got = block(x, *m.rope(41, h)[:, positions])[0].double()
     w = {k: v.double() for k, v in block.state_dict().items()}
 
@@ -65,6 +65,11 @@ def test_a_block_computes_gemma_2s_arithmetic():
         gelu = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
         z = z + norm(w["mlp.down.weight"] @ (gelu * value), "norm4")
         torch.testing.assert_close(got[i], z, atol=1e-5, rtol=1e-4)
+
+
+def test_next_byte_logits_are_the_heads_softcapped_at_30():
+    head, x = torch.nn.Linear(8, 257, bias=False), 40 * torch.randn(2, 3, 8)
+    torch.testing.assert_close(m.next_byte_logits(x, head), 30 * torch.tanh(head(x) / 30))
 
 
 @pytest.mark.parametrize("N, window", [(1, 4), (3, 8), (50, 8), (64, 8), (41, 7), (20, 1)])

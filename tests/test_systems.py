@@ -3,8 +3,10 @@ import json
 import math
 import os
 import shutil
+from contextlib import nullcontext
 from dataclasses import asdict
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -170,15 +172,24 @@ def test_no_vocabulary_is_one_line(monkeypatch, tmp_path, capsys):
 
 
 def gradients(name, rows, wrap):
-    """Of the loss that train.py gives a system, on these of four rows; wrap makes of the model what train.py calls."""
+    """What train.py's backward leaves of these of four rows; wrap makes of the model what train.py calls."""
     model, a = small(name).train(), torch.rand(4, 40, generator=torch.Generator().manual_seed(2)) < 0.3
     a[:, 0] = True
-    u, y = torch.rand(4, 40, generator=torch.Generator().manual_seed(3)), some_bytes(4, 41)[:, 1:]
-    net = wrap(model)
-    logits, early_logits, l, a = net(some_bytes(4, 41)[rows, :-1], a[rows] if name == "bpe" else None, u[rows])
-    L_auto, L_early, L_pi, L_tgt = train.losses(logits, early_logits, l, a, y[rows], 0.99, 0.3)
-    (L_auto + 0.1 * L_early + 0.0 * (L_pi + L_tgt) + model.boundary_loss(l, a)).backward()
+    x, y, u = some_bytes(4, 41)[:, :-1], some_bytes(4, 41)[:, 1:], torch.rand(4, 40, generator=torch.Generator().manual_seed(3))
+    passes = [(x[rows], y[rows], a[rows] if name == "bpe" else None, u[rows])]
+    h = SimpleNamespace(**train.DEFAULTS | {"boundaries": name})
+    train.backward(wrap(model), model, passes, False, h, nullcontext(), torch.amp.GradScaler("cpu", enabled=False))
     return [p.grad for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("name", ["gumbel", "hnet"])
+def test_training_adds_a_systems_own_loss(name):
+    model, x, y = small(name).train(), some_bytes(4, 41)[:, :-1], some_bytes(4, 41)[:, 1:]
+    logits, early_logits, l, a = model(x, u=torch.rand(4, 40, generator=torch.Generator().manual_seed(3)))
+    early, late = (F.cross_entropy(z.flatten(0, 1), y.flatten()) for z in (early_logits, logits))
+    (late + train.DEFAULTS["lambda_early"] * early + model.boundary_loss(l, a)).backward()
+    expected = [p.grad for p in model.parameters() if p.requires_grad]
+    torch.testing.assert_close(gradients(name, slice(4), lambda model: model), expected, atol=1e-6, rtol=1e-4)
 
 
 def one_of_two(rank, store, results):
@@ -261,6 +272,16 @@ def test_a_model_with_bpe_boundaries_marks_what_the_bytes_read_so_far_tell(toy_b
     expected = [bool(prepare.bpe_marks(text[: i + 1])[-1]) for i in range(len(text))]
     assert expected[9] and expected[0] is False  # the first half of an ö is no character: a token of its own ...
     assert a == expected[:9] + [False] + expected[10:]  # ... that the next byte takes back
+
+
+def test_gumbel_starts_at_the_target_and_hnet_at_what_neighbouring_bytes_have_in_common():
+    x, config = some_bytes(2, 40), dict(seq_len=40, embedding_dim=16, num_heads=2, downsample_rate_target=0.3)
+    gumbel, hnet = (m.make_model(ModelConfig(**config, boundaries=name)) for name in ("gumbel", "hnet"))
+    torch.testing.assert_close(gumbel(x)[2].sigmoid(), torch.full((2, 40), 0.3))
+    X = hnet.encode(x)
+    p = (1 - F.cosine_similarity(X[:, 1:], X[:, :-1], dim=-1)) / 2
+    torch.testing.assert_close(hnet(x)[2][:, 1:].sigmoid(), p, atol=2e-6, rtol=1e-4)
+    assert not hnet.residual.weight.any()
 
 
 def test_gumbel_computes_its_equations_position_by_position_forward_and_gradient():
