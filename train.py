@@ -17,7 +17,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 
 import numpy as np
 import torch
@@ -443,7 +443,7 @@ def open_rows(data, split, seq_len, marks=False):
         meta = json.loads(path.read_text())
         row_length, held, shard_bytes = meta["seq_len"], meta[split]["bytes"], meta["options"]["shard_bytes"]
         names = sorted(meta[split]["sha256"])
-        lengths = [min(shard_bytes, held - start) for start in range(0, held, shard_bytes)]  # of the shards, in bytes of text
+        lengths = [min(shard_bytes, held - start) for start in range(0, held, shard_bytes)[: len(names) + 1]]  # of shards, in bytes of text
         if sum(name.endswith(".bin") for name in names) != len(lengths) or not lengths or min(lengths) < row_length:
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError, RecursionError, MemoryError):
@@ -528,7 +528,9 @@ def read_log(path):
     for line in path.read_text(errors="replace").splitlines():
         try:
             record = json.loads(line)
-            if not {"step", "bytes", *(("rate", "bytes_per_second") if "auto" in record else ("val_bpb", "val_rate"))} <= record.keys():
+            wanted = {"step", "bytes"} | ({"rate", "bytes_per_second"} if "auto" in record else {"val_bpb", "val_rate"})
+            numbers = all(isinstance(value, (int, float, NoneType)) for key, value in record.items() if key != "line")
+            if not (wanted <= record.keys() and numbers) or None in (record["step"], record["bytes"]):
                 raise KeyError
             records.append(record)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

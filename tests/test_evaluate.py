@@ -150,7 +150,7 @@ def test_held_out_rows_cost_what_the_model_says_and_the_json_has_the_table(train
     torch.save(saved | {"model": model.state_dict()}, tmp_path / "ckpt.pt")
     evaluate.main([f"{tmp_path}/ckpt.pt", f"heldout={data}", f"lambada={lambada}", f"--json={tmp_path}/a.json"])
     header, _, *lines = capsys.readouterr().out.splitlines()
-    assert header == "| task | items | bytes | bits per byte | standard error | accuracy | boundary rate |"
+    assert header == "| task | items | bytes | bits per byte | standard error | accuracy | rate |"
     results = json.loads((tmp_path / "a.json").read_text())
     for line, result in zip(lines, results, strict=True):
         cells = [f"{z:.4f}" if isinstance(z, float) else "" if z is None else str(z) for z in result.values()]

@@ -55,7 +55,7 @@ RESUME = "train.py", "--out_dir=out", "--resume=True"
 PREPARE = ("prepare.py", "--dataset=files", f"--input={BASE}/texts", "--out_dir=data", "--seq_len=256", "--val_fraction=0.2",
            "--shard_bytes=20480")
 SAMPLE = "sample.py", "--max_new_bytes=40", "--html=page.html"
-LIMIT = 20  # seconds after which a program hangs
+LIMIT = 60  # seconds after which a program hangs
 CALLS = "open", "write", "write_record", "write_end_of_file", "truncate", "close", "__exit__", "replace", "unlink"  # of files, mostly
 MEMORY = 8 << 30  # bytes of address space that a program gets
 TOOK = {}  # seconds of an undisturbed TRAIN and PREPARE
@@ -212,13 +212,12 @@ GOOD = {  # lines of a configuration file, and what they set
     "policy_window = len(__file__) and 2": {"policy_window": 2}, "n_mid_layers = [_ + 1 for _ in range(3)][-1]": {"n_mid_layers": 3},
     "downsample_rate_target = '1/4'": {"downsample_rate_target": 0.25},
     "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    n_up_layers = 2": {"n_up_layers": 2}}
-EITHER = ["for i in range(3):\n    n_down_layers = 1", "with open(__file__) as file:\n    text = file.read()", "print('\\x1b[31m')"]
+EITHER = ["for i in range(3):\n    n_down_layers = 1", "with open(__file__) as file:\n    text = file.read()", "print('\\x1b[31m')", "boundaries = 'a\\0b.pt'"]
 BAD = ["1 / 0", "raise SystemExit", "raise SystemExit('text')", "import sys\nsys.exit(0)", "exit(3)", "seq_len = (", " gamma = 1",
        "gamma = 1j", "gamma = None", "num_heads = [2]", "batch_size = 1.5", "data = b'x'", "learning_rate = float('nan')", "\0",
        "grad_clip = -float('inf')", "learning_rte = 3", "import no_such_module", "def f():\n    return f()\nf()", "gamma = 'x\\x1b[31m'",
-       "boundaries = 'a\\0b.pt'", "learning_rate = 10 ** 400", "assert False, 'a\\nb'", "compile = 1",
-       "raise ValueError('\\x1b[31m')", "dtype = float",
-       "class C:\n    def __str__(self):\n        return 1 / 0\n    __repr__ = __str__\nseq_len = C()"]
+       "learning_rate = 10 ** 400", "assert False, 'a\\nb'", "compile = 1",
+       "raise ValueError('\\x1b[31m')", "dtype = float"]
 
 
 def damage(raw, rng):
@@ -453,7 +452,7 @@ def undisturbed():
     Path("whole").rename("data")
     Path("out").rename("whole")
     for calls in itertools.count(150, 20):
-        run(program(*TRAIN), calls=calls)
+        run(program(*TRAIN), 10 * LIMIT, calls=calls)  # counting takes time
         if Path("out/ckpt.pt").exists():
             break
     Path("out").rename("half")
