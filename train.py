@@ -56,7 +56,7 @@ policy_scale = 1.5  # S, eq. 22: the smaller, the faster the policy learns
 policy_softcap = 5.0  # eq. 23: the decision's logit stays within +- this in training
 # loss
 num_draws = 2  # K, of each row's boundaries, each judged by how the others fared. 1: the paper's estimator, eq. 15-17
-policy_interval = 4  # with more draws than one: steps from one that draws them to the next; L_pi and L_tgt count in these alone
+policy_interval = 4  # with more draws than one, every how many steps they are drawn; L_pi and L_tgt count in these steps alone
 gamma = 0.99  # discount of later rewards, eq. 16
 lambda_pi = 1e-2  # weight of the policy's loss, eq. 27
 lambda_target = 1e-2  # weight of L_tgt, which keeps the rate

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
 
 import train
 from config.command_line import read_command_line
@@ -19,32 +20,41 @@ from model import BOS, Model, ModelConfig, load_checkpoint
 from test_model import small_model, some_bytes
 
 
-def gradients(rows):
-    """Of the whole loss, of these rows of one batch with fixed boundaries."""
+def gradients(rows, wrap=lambda model: model):
+    """Of the whole loss, of these rows of one batch with fixed boundaries; wrap makes of the model what train.py calls."""
     model = small_model().train()
     batch, a = some_bytes(4, 33), torch.rand(4, 32, generator=torch.Generator().manual_seed(2)) < 0.3
     a[:, 0] = True
     x, y = batch[rows, :-1], batch[rows, 1:]
-    logits, early_logits, l, a = model(x, a[rows])
+    net = wrap(model)
+    logits, early_logits, l, a = net(x, a[rows])
     L_auto, L_early, L_pi, L_tgt = train.losses(logits, early_logits, l, a, y, 0.99, 0.2)
     (L_auto + L_pi + L_tgt + 0.1 * L_early).backward()
     return [p.grad for p in model.parameters()]
 
 
 def one_of_two(rank, store, results):
+    from torch._dynamo.testing import CompileCounterWithBackend
+    counter = CompileCounterWithBackend("eager")
+
+    def wrap(model):
+        train.compile_blocks(model, backend=counter)
+        return DistributedDataParallel(model)
+
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    grads = gradients(slice(2 * rank, 2 * rank + 2))
-    for g in grads:
-        dist.all_reduce(g)
+    grads = gradients(slice(2 * rank, 2 * rank + 2), wrap)
     if rank == 0:
-        torch.save([g / 2 for g in grads], results)  # as DistributedDataParallel averages
+        torch.save((grads, counter.frame_count), results)
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def test_two_processes_give_the_gradient_of_one_with_twice_the_batch(tmp_path):
+def test_two_processes_give_the_gradient_of_one_with_twice_the_batch_and_their_blocks_compile_whole(tmp_path):
     mp.spawn(one_of_two, args=(tmp_path / "store", tmp_path / "results"), nprocs=2)
-    for one, two in zip(gradients(slice(0, 4)), torch.load(tmp_path / "results")):
+    grads, graphs = torch.load(tmp_path / "results")
+    for one, two in zip(gradients(slice(0, 4)), grads):
         torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-4)
+    assert graphs == 2  # byte layers and token layers: torch's DDPOptimizer, which cuts graphs into buckets, leaves them alone
 
 
 def test_a_step_does_not_depend_on_how_its_rows_are_cut(data, tmp_path):
