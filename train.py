@@ -231,7 +231,8 @@ def main(argv):
     step, rows_seen = 0, 0
     if saved:
         step, rows_seen = go_on(saved, optimizer, scaler)
-    if h.compile and where.type != "mps" and compiler_works(where):
+    compiling = h.compile and where.type != "mps" and compiler_works(where)
+    if compiling:
         compile_blocks(model)
     net = DistributedDataParallel(model, forward_sync_buffers=False) if world > 1 else model  # the only buffer is a table
     log_file = checkpoint.with_name("log.jsonl")
@@ -260,7 +261,8 @@ def main(argv):
                   f"{checkpoint} is {'kept as it was' if checkpoint.exists() else 'not written'}", file=sys.stderr)
         sys.exit(1)
 
-    say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {where.type} {precision}, {n_rows} rows of {h.seq_len} bytes")
+    say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {where.type} {precision}, {n_rows} rows of {h.seq_len} bytes"
+        + ("; the first steps compile, which may take a minute" if compiling else ""))
     learned, passes_per_step = h.boundaries == "learned", h.effective_batch_size // (h.batch_size * world)
     if learned and h.num_draws == 1 and passes_per_step > 1:
         say(f"num_draws=1: eq. 17 averages over {h.batch_size * world} of a step's {h.effective_batch_size} rows")
