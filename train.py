@@ -446,9 +446,9 @@ def open_rows(data, split, seq_len, marks=False):
         row_length, held, shard_bytes = meta["seq_len"], meta[split]["bytes"], meta["options"]["shard_bytes"]
         names = sorted(meta[split]["sha256"])
         lengths = [min(shard_bytes, held - start) for start in range(0, held, shard_bytes)[: len(names) + 1]]  # of shards, in bytes of text
-        if sum(name.endswith(".bin") for name in names) != len(lengths) or not lengths or min(lengths) < row_length:
+        if sum(name.endswith(".bin") for name in names) != len(lengths) or not lengths or any(length % row_length for length in lengths):
             raise ValueError
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, MemoryError):
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError, MemoryError):
         fail(f"{path} is not what prepare.py writes; make the data anew")
     if row_length % seq_len:
         fail(f"seq_len={seq_len} does not divide the {row_length} bytes of a row in {data}")

@@ -223,10 +223,10 @@ def test_of_a_log_the_lines_that_are_no_records_are_left_out_with_a_word(tmp_pat
     log = tmp_path / "log.jsonl"
     for step in 1, 2, 3:
         train.log(log, {"step": step, "bytes": step, "auto": math.inf, "rate": 0.2, "bytes_per_second": 1.0})
-    log.write_bytes(b"\xff\x00\n[]\n{}\n" + b"[" * 10**5 + b"\n" + log.read_bytes()[:-9])
+    log.write_bytes(b'\xff\x00\n[]\n{}\n{"step": 1, "bytes": 2, "val_bpb": "3", "val_rate": 0}\n' + b"[" * 10**5 + b"\n" + log.read_bytes()[:-9])
     train.shorten(log, 3)
     assert [(r["step"], r["auto"]) for r in map(json.loads, log.read_text().splitlines())] == [(1, None), (2, None)]
-    assert "5 lines" in capsys.readouterr().err
+    assert "6 lines" in capsys.readouterr().err
 
 
 def test_a_full_disk_ends_in_one_line_and_leaves_the_checkpoint_whole(data, trained, tmp_path):
@@ -346,7 +346,8 @@ def test_ranks_whose_torchrun_was_killed_stop_and_save(data, tmp_path):
     (lambda shard, meta: shard.unlink(), "val_00000.bin is missing"),
     (lambda shard, meta: shard.write_bytes(shard.read_bytes()[:-64]), "val_00000.bin has"),
     (lambda shard, meta: meta.write_text("[]"), "meta.json is not what prepare.py writes"),
-    (lambda shard, meta: meta.write_text(meta.read_text().replace('"seq_len": 64', '"seq_len": 48', 1)), "seq_len=32 does not divide"),
+    (lambda shard, meta: meta.write_text(meta.read_text().replace('"seq_len": 64', '"seq_len": 96', 1)), "meta.json is not what prepare.py writes"),
+    (lambda shard, meta: meta.write_text(meta.read_text().replace('"seq_len": 64', '"seq_len": 16', 1)), "seq_len=32 does not divide"),
 ])
 def test_data_that_is_not_what_its_meta_file_says_ends_in_one_line_before_training(damage, message, data, tmp_path, capsys):
     shutil.copytree(data, tmp_path / "data")
