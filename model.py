@@ -14,7 +14,7 @@ B rows, N bytes in a row, M tokens in the row that has the most (rounded up to 8
 import copy
 import math
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -425,10 +425,13 @@ def load_checkpoint(path):
     if not Path(path).exists():
         raise FileNotFoundError(f"no checkpoint {path}; train.py makes one")
     try:
-        if damaged := zipfile.ZipFile(path).testzip():  # torch writes checksums and does not compare them
-            raise ValueError(damaged)
+        archive = zipfile.ZipFile(path)  # torch writes checksums and does not compare them, and reads nothing of what is marked a folder
+        if (damaged := archive.testzip()) or any(file.external_attr for file in archive.infolist()):
+            raise ValueError(damaged or "a file of it is marked a folder")
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        if lacking := {"model", "model_config", "config", "optimizer", "scaler", "step", "rows_seen"} - saved.keys():
+        lacking = {"model", "model_config", "config", "optimizer", "scaler", "step", "rows_seen"} - saved.keys()
+        lacking |= {field.name for field in fields(ModelConfig)} - saved.get("model_config", {}).keys()
+        if lacking:
             raise KeyError(", ".join(sorted(lacking)))
         model = make_model(ModelConfig(**saved["model_config"]))
         model.load_state_dict(saved["model"])

@@ -358,16 +358,23 @@ def test_data_that_is_not_what_its_meta_file_says_ends_in_one_line_before_traini
     assert stopped.value.code == 2 and error.count("\n") == 1 and message in error
 
 
-@pytest.mark.parametrize("damage", ["a flipped bit", "a weight that is not finite"])
+@pytest.mark.parametrize("damage", ["a flipped bit", "a file marked a folder", "a weight that is not finite", "a size that is missing"])
 def test_a_checkpoint_that_was_damaged_is_refused(damage, trained, tmp_path):
     path = shutil.copy(trained / "ckpt.pt", tmp_path / "ckpt.pt")
     if damage == "a flipped bit":
         raw = bytearray(path.read_bytes())
         raw[raw.index(torch.load(path)["model"]["head.weight"].numpy().tobytes())] ^= 1
         path.write_bytes(raw)
+    elif damage == "a file marked a folder":
+        raw = bytearray(path.read_bytes())
+        raw[raw.rindex(b"PK\1\2", 0, raw.rindex(b"/data/0")) + 38] ^= 16  # in the archive's directory, a bit of the file's attributes
+        path.write_bytes(raw)
     else:
         saved = torch.load(path)
-        saved["model"]["head.weight"][0, 0] = float("nan")
+        if damage == "a size that is missing":
+            del saved["model_config"]["policy_softcap"]  # the same as the default
+        else:
+            saved["model"]["head.weight"][0, 0] = float("nan")
         torch.save(saved, path)
     with pytest.raises(ValueError, match="damaged|not finite"):
         load_checkpoint(path)

@@ -43,6 +43,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 import model
+import prepare
 import train
 from config.command_line import BOUNDARIES
 from conftest import TINY
@@ -328,7 +329,7 @@ def bits(rng):
         try:
             loaded, saved = model.load_checkpoint(path)
         except (FileNotFoundError, ValueError) as error:
-            print(error, file=sys.stderr)
+            print(prepare.printable(str(error)), file=sys.stderr)
             sys.exit(2)
         there = torch.load(BASE / "out/ckpt.pt")
         assert plain(saved) == plain(there) and plain(loaded.state_dict()) == plain(there["model"]), "silent difference"
