@@ -87,7 +87,7 @@ def main(argv):
             for system in options.systems.split(","):
                 flags, h = compare.hyperparameters(system, options.seed, [*others, *shlex.split(shape)])
                 length = round(float(budget) / compare.flops_of_a_byte(h))
-                slug = " ".join(flag.removeprefix("--") for flag in shlex.split(shape)).replace("/", " in ") or "default"
+                slug = ",".join(flag.removeprefix("--") for flag in shlex.split(shape)).replace("/", ":") or "default"
                 out_dir = results / "runs" / budget / slug / f"{system}-{options.seed}"
                 compare.check_made(out_dir, h | {"training_bytes": length})
                 compare.run([*flags, f"--training_bytes={length}"], out_dir)
