@@ -23,7 +23,7 @@ from model import load_checkpoint
 def read(results):
     """A record for each run that has ended."""
     records = []
-    for path in sorted(results.glob("runs/*/*/*/ckpt.pt"), key=lambda path: (float(path.parts[-4]), path.parts[-3:])):
+    for path in sorted(results.glob("runs/*/*/*/ckpt.pt")):
         budget, shape, name = path.parts[-4:-1]
         system, seed = name.rsplit("-", 1)
         last = compare.read_run(system, int(seed), path.parent)[-1]
@@ -32,7 +32,7 @@ def read(results):
             records.append({"budget": float(budget), "shape": shape, "system": system, "seed": int(seed),
                             "parameters": sum(p.numel() for p in model.parameters()), "bytes": last["bytes"], "bpb": last["val_bpb"],
                             "rate": last["val_rate"], "ends_between": last["ends_between"], "flops": last["flops"], "seconds": last["seconds"]})
-    return records
+    return sorted(records, key=lambda r: (r["budget"], r["parameters"], r["shape"], r["system"], r["seed"]))
 
 
 def write(results):
@@ -61,9 +61,12 @@ def write(results):
         colour, marker = STYLES[system]
         axes.plot(*zip(*points), color=colour, marker=marker, linestyle=LINES[budgets.index(budget) % len(LINES)], linewidth=1, markersize=5,
                   label=f"{system}, {budget:.3g} FLOPs")
+    sizes = sorted({r["parameters"] / 1e6 for r in records})
     axes.set(xscale="log", xlabel="parameters, millions", ylabel="bits per byte, held-out rows")
+    axes.set_xticks(sizes, [f"{size:.2g}" for size in sizes])
+    axes.set_xticks([], minor=True)
     axes.legend(frameon=False)
-    axes.grid(alpha=0.2, which="both")
+    axes.grid(alpha=0.2)
     for suffix in ("png", "svg"):
         figure.savefig(results / f"search.{suffix}", dpi=150)
     plt.close(figure)

@@ -59,7 +59,7 @@ SAMPLE = "sample.py", "--max_new_bytes=40", "--html=page.html"
 LIMIT = 60  # seconds after which a program hangs
 CALLS = "open", "write", "write_record", "write_end_of_file", "truncate", "close", "__exit__", "replace", "unlink"  # of files, mostly
 MEMORY = 8 << 30  # bytes of address space that a program gets
-TOOK = {}  # seconds of an undisturbed TRAIN and PREPARE
+TOOK, LAST = {}, {PREPARE: 220}  # seconds and, about, calls of an undisturbed TRAIN and PREPARE
 Ended = namedtuple("Ended", "code out err")
 kills, inline = Counter(), False
 
@@ -381,12 +381,12 @@ def go_on(command):
 
 def kill(rng):
     """kill -9 up to five times, after a call or by the clock: in the end all is as if nothing had happened."""
-    command, calls = (TRAIN, 480) if rng.random() < 0.7 else (PREPARE, 220)
+    command = TRAIN if rng.random() < 0.7 else PREPARE
     if command == PREPARE:
         shutil.rmtree("data")
     for _ in range(rng.randint(1, 5)):
-        moment = {"calls": rng.randint(1, calls)} if rng.random() < 0.5 else {"seconds": rng.uniform(0.01, TOOK[command])}
-        ended = run(program(*go_on(command)), **moment)
+        moment = {"calls": rng.randint(1, LAST[command])} if rng.random() < 0.5 else {"seconds": rng.uniform(0.01, TOOK[command])}
+        ended = run(program(*go_on(command)), 5 * LIMIT, **moment)
         kills[command[0]] += ended.code == -signal.SIGKILL
         if ended.code != -signal.SIGKILL and (what := wrong(ended, (0,))):
             return what
@@ -452,10 +452,11 @@ def undisturbed():
     shutil.rmtree("data", ignore_errors=True)
     Path("whole").rename("data")
     Path("out").rename("whole")
-    for calls in itertools.count(150, 20):
+    for calls in itertools.count(500, 500):
         run(program(*TRAIN), 10 * LIMIT, calls=calls)  # counting takes time
         if Path("out/ckpt.pt").exists():
             break
+    LAST[TRAIN] = 3 * calls  # of three checkpoints
     Path("out").rename("half")
     Path("whole").rename("out")
 
