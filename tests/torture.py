@@ -386,7 +386,7 @@ def kill(rng):
         shutil.rmtree("data")
     for _ in range(rng.randint(1, 5)):
         moment = {"calls": rng.randint(1, LAST[command])} if rng.random() < 0.5 else {"seconds": rng.uniform(0.01, TOOK[command])}
-        ended = run(program(*go_on(command)), 5 * LIMIT, **moment)
+        ended = run(program(*go_on(command)), **{"seconds": 5 * LIMIT} | moment)  # counting calls takes time
         kills[command[0]] += ended.code == -signal.SIGKILL
         if ended.code != -signal.SIGKILL and (what := wrong(ended, (0,))):
             return what
