@@ -26,8 +26,9 @@ def read(results):
     for path in sorted(results.glob("runs/*/*/*/ckpt.pt")):
         budget, shape, name = path.parts[-4:-1]
         system, seed = name.rsplit("-", 1)
-        last = compare.read_run(system, int(seed), path.parent)[-1]
-        if last["bytes"] >= last["length"]:
+        evaluations = compare.read_run(system, int(seed), path.parent)
+        last = evaluations[-1] if evaluations else None
+        if last and last["bytes"] >= last["length"]:
             model = load_checkpoint(path)[0]
             records.append({"budget": float(budget), "shape": shape, "system": system, "seed": int(seed),
                             "parameters": sum(p.numel() for p in model.parameters()), "bytes": last["bytes"], "bpb": last["val_bpb"],
