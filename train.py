@@ -408,8 +408,9 @@ def as_record(line):
 
 
 def flops_per_byte(model, rate, config):
-    """Training FLOPs per byte at a rate, in tokens per byte, as the paper counts them: 6 per matrix parameter, per byte or, in the middle, per token. Further draws
-    only go forward, and not through the encoder: 2 per parameter of the rest. What `mean_probability` and a teacher cost is left out."""
+    """Training FLOPs per byte at a rate, in tokens per byte, as the paper counts them: 6 per matrix parameter, per byte or, in the middle, per
+    token. Further draws only go forward, and not through the encoder: 2 per parameter of the rest. What `mean_probability` and a teacher
+    cost is left out."""
     further = (config["num_draws"] - 1) / config["policy_interval"] if config["boundaries"] == "learned" else 0
 
     def matrices(module):
@@ -643,8 +644,8 @@ def begin(chosen, checkpoint):
 
 
 def go_on(saved, optimizer, scaler):
-    """Puts the checkpoint's state into optimizer and scaler, but for learning rates and weight decays, which flags may have changed. Returns its
-    step, and how many rows were read."""
+    """Puts the checkpoint's state into optimizer and scaler, but for learning rates and weight decays, which flags may have changed. Returns
+    its step, and how many rows were read."""
     optimizer.load_state_dict(saved["optimizer"] | {"param_groups": optimizer.state_dict()["param_groups"]})
     if saved["scaler"]:
         scaler.load_state_dict(saved["scaler"])

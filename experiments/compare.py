@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 
@@ -33,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
 sys.path.insert(0, str(ROOT))
 import train
-from config.command_line import BOUNDARIES, read_command_line
+from config.command_line import BOUNDARIES, check, read_command_line
 from model import ModelConfig, load_checkpoint, make_model
 from prepare import printable
 
@@ -44,15 +45,17 @@ LINES = "-", "--", ":", "-."  # tell a system's variants apart
 
 
 def fail(message):
-    print("compare.py:", printable(message), file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}:", printable(message), file=sys.stderr)
     sys.exit(2)
 
 
 def hyperparameters(system, seed, arguments):
-    """The flags of train.py that make a run of this system, and what they set."""
+    """The flags of train.py that make a run of this system, and what they set, which can run."""
     boundaries, _, window = system.partition("-w")
     flags = [*arguments, f"--boundaries={boundaries}", f"--seed={seed}", *([f"--policy_window={window}"] if window else [])]
-    return flags, train.DEFAULTS | read_command_line(flags, train.DEFAULTS)
+    h = train.DEFAULTS | read_command_line(flags, train.DEFAULTS)
+    check(SimpleNamespace(**h))
+    return flags, h
 
 
 def run(flags, out_dir):

@@ -17,11 +17,15 @@ from train import discounted_return, log_likelihood
 
 LEFT, CELL, RIGHT = 118, 21, 190  # of the picture: labels, a byte, the reward
 STYLE = """
-svg { font: 13px ui-sans-serif, sans-serif; --ink: #1f2328; --faint: #6b7280; --paper: #ffffff; --layer: #dbe7f6; --token: #fbe3a5; --back: #b42318 }
-@media (prefers-color-scheme: dark) { svg { --ink: #e6edf3; --faint: #9aa4b0; --paper: #0d1117; --layer: #1d3350; --token: #6b4f10; --back: #ff8a7a } }
-text { fill: var(--ink) } .faint { fill: var(--faint) } .mono { font-family: ui-monospace, monospace; text-anchor: middle } .mid { text-anchor: middle }
+svg { font: 13px ui-sans-serif, sans-serif; --ink: #1f2328; --faint: #6b7280; --paper: #ffffff; --layer: #dbe7f6; --token: #fbe3a5;
+      --back: #b42318 }
+@media (prefers-color-scheme: dark) {
+  svg { --ink: #e6edf3; --faint: #9aa4b0; --paper: #0d1117; --layer: #1d3350; --token: #6b4f10; --back: #ff8a7a } }
+text { fill: var(--ink) } .faint { fill: var(--faint) }
+.mono { font-family: ui-monospace, monospace; text-anchor: middle } .mid { text-anchor: middle }
 .back { fill: var(--back) } .layer { fill: var(--layer) } .token { fill: var(--token) } line, path { stroke: var(--faint); fill: none }
-.draw { stroke: var(--ink); fill: none } .ends { stroke: var(--ink); fill: var(--ink) } .reward { stroke: var(--back); stroke-width: 2 } .bar { fill: var(--faint) }
+.draw { stroke: var(--ink); fill: none } .ends { stroke: var(--ink); fill: var(--ink) }
+.reward { stroke: var(--back); stroke-width: 2 } .bar { fill: var(--faint) }
 """
 
 
@@ -90,7 +94,8 @@ def draw(text, a, logp, G):
     for row, words in enumerate((f"draw 1: G = {G[0]:.1f} nats", f"draw 2: G = {G[1]:.1f} nats", f"A = {G[0] - G[1]:+.1f}, eq. 16",
                                  "make draw 1 " + ("likelier" if G[0] > G[1] else "less likely"), "-log pi(a) A, eq. 18")):
         add("text", words, x=right + 24, y=192 + 16 * row, class_="back" if row > 1 else "")
-    add("text", "no gradient passes the draw; the reward weighs its log-probability instead", x=right - 4, y=426, class_="back", text_anchor="end", font_size=11)
+    add("text", "no gradient passes the draw; the reward weighs its log-probability instead",
+        x=right - 4, y=426, class_="back", text_anchor="end", font_size=11)
     width = right + RIGHT
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 436" role="img" aria-label="The method, from bytes to the reward">'
             f"<style>{STYLE}</style><defs><marker id=\"head\" viewBox=\"0 0 8 8\" refX=\"7\" refY=\"4\" markerWidth=\"5\" markerHeight=\"5\" "

@@ -128,6 +128,8 @@ def evaluations(path):
         records = [record for record in records if record.get("line") and record["val_bpb"]]
     except (ValueError, AttributeError):
         raise ValueError(f"{path} is not what train.py writes; take its out_dir/log.jsonl")
+    except OSError as error:
+        raise ValueError(f"cannot read {path} ({error.strerror}); train.py writes out_dir/log.jsonl")
     if not records:
         raise ValueError(f"{path} has no evaluation with a line of text, which older runs did not log; train anew or on with --resume=True")
     shown = []

@@ -10,7 +10,9 @@ from all runs in it: runs.jsonl, a line a run; table.md; search.png and search.s
 """
 import argparse
 import json
+import math
 import shlex
+import statistics
 import sys
 from pathlib import Path
 
@@ -36,6 +38,11 @@ def read(results):
     return sorted(records, key=lambda r: (r["budget"], r["parameters"], r["shape"], r["system"], r["seed"]))
 
 
+def bits(records):
+    """Bits per byte, mean over seeds."""
+    return statistics.mean(r["bpb"] for r in records)
+
+
 def write(results):
     """The records, as runs.jsonl, as a table of their means over seeds, and as a figure."""
     records = read(results)
@@ -49,16 +56,17 @@ def write(results):
     for budget, shape in dict.fromkeys(key[:2] for key in cells):
         here = {system: cells.get((budget, shape, system), []) for system in systems}
         size = next(r["parameters"] for some in here.values() for r in some)
-        mean = {system: f"{sum(r['bpb'] for r in some) / len(some):.3f} ({some[0]['bytes'] / 1e6:.1f} MB"
+        mean = {system: f"{bits(some):.3f} ({some[0]['bytes'] / 1e6:.1f} MB"
                         + (f", {len(some)} seeds)" if len(some) > 1 else ")") if some else "" for system, some in here.items()}
         lines.append([f"{budget:.3g}", shape, f"{size / 1e6:.2f}M", *mean.values()])
     (results / "table.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
+    if not records:
+        return
 
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     budgets = sorted({budget for budget, _, _ in cells})
     for budget, system in dict.fromkeys((budget, system) for budget, _, system in cells):
-        points = sorted((some[0]["parameters"] / 1e6, sum(r["bpb"] for r in some) / len(some))
-                        for key, some in cells.items() if key[::2] == (budget, system))
+        points = sorted((some[0]["parameters"] / 1e6, bits(some)) for key, some in cells.items() if key[::2] == (budget, system))
         colour, marker = STYLES[system]
         axes.plot(*zip(*points), color=colour, marker=marker, linestyle=LINES[budgets.index(budget) % len(LINES)], linewidth=1, markersize=5,
                   label=f"{system}, {budget:.3g} FLOPs")
@@ -82,22 +90,33 @@ def main(argv):
     parser.add_argument("--name", default="search", help="of the folder of results")
     parser.error = compare.fail
     options, others = parser.parse_known_args(argv)
-    results = RESULTS / options.name
+    results, todo = RESULTS / options.name, []
     for system in options.systems.split(","):
         if system not in STYLES:
             compare.fail(f"--systems={system!r} is none of {', '.join(STYLES)}")
     for budget in options.flops.split(","):
+        try:
+            flops = float(budget)
+        except ValueError:
+            flops = math.nan
         for shape in options.shape or [""]:
             for system in options.systems.split(","):
                 flags, h = compare.hyperparameters(system, options.seed, [*others, *shlex.split(shape)])
-                length = round(float(budget) / compare.flops_of_a_byte(h))
+                length = flops / compare.flops_of_a_byte(h)
+                if not 1 <= length < 2**63:
+                    compare.fail(f"--flops={budget!r} is no number of FLOPs that trains on a byte; write for example 1.3e13")
                 slug = ",".join(flag.removeprefix("--") for flag in shlex.split(shape)).replace("/", ":") or "default"
-                out_dir = results / "runs" / budget / slug / f"{system}-{options.seed}"
-                compare.check_made(out_dir, h | {"training_bytes": length})
-                compare.run([*flags, f"--training_bytes={length}"], out_dir)
+                todo.append(([*flags, f"--training_bytes={round(length)}"], results / "runs" / budget / slug / f"{system}-{options.seed}"))
+                compare.check_made(todo[-1][1], h | {"training_bytes": round(length)})
+    for flags, out_dir in todo:
+        compare.run(flags, out_dir)
     write(results)
     print((results / "table.md").read_text())
+    failures = [out_dir / "failure.txt" for _, out_dir in todo if (out_dir / "failure.txt").exists()]
+    for path in failures:
+        print(f"{path.parent} failed: {path.read_text()}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -118,14 +118,14 @@ def test_a_pilot_run_tells_what_seconds_a_byte_takes_or_why_not(data, tmp_path, 
     (tmp_path / "ckpt.pt").unlink()
     with pytest.raises(SystemExit):
         compare.seconds_of_a_byte([*flags, "--data=no/such"], tmp_path)
-    assert "compare.py: no pilot run: train.py: no no/such/meta.json" in capsys.readouterr().err
+    assert ": no pilot run: train.py: no no/such/meta.json" in capsys.readouterr().err
 
 
 def test_a_search_gives_every_system_and_shape_the_same_flops_once(data, tmp_path, monkeypatch, capsys):
     for module in compare, search:
         monkeypatch.setattr(module, "RESULTS", tmp_path)
     flags = ["--name=x", "--systems=none,uniform", "--flops=1e9", "--shape=--n_mid_layers=2", *TINY, f"--data={data}", "--eval_interval=9999"]
-    search.main(flags)
+    assert search.main(flags) == 0
     records = [json.loads(line) for line in (tmp_path / "x/runs.jsonl").read_text().splitlines()]
     assert [(r["system"], r["shape"], r["seed"]) for r in records] == [(name, "n_mid_layers=2", 1337) for name in ("none", "uniform")]
     assert all(r["flops"] == pytest.approx(1e9, rel=0.02) for r in records) and records[1]["bytes"] > 1.3 * records[0]["bytes"]
@@ -135,3 +135,18 @@ def test_a_search_gives_every_system_and_shape_the_same_flops_once(data, tmp_pat
         search.main([*flags, "--gamma=0.5"])
     assert "made with gamma=0.99, not 0.5; give another --name" in capsys.readouterr().err
     assert all((tmp_path / f"x/search.{suffix}").stat().st_size > 1000 for suffix in ("png", "svg"))
+
+
+@pytest.mark.parametrize("flag, message", [
+    ("--flops=abc", "--flops='abc' is no number of FLOPs"), ("--flops=0", "--flops='0' is no"), ("--flops=inf", "--flops='inf' is no"),
+    ("--shape=--num_heads=3", "embedding_dim=16 is no multiple of 2 * num_heads=6"), ("--systems=no", "--systems='no' is none of")])
+def test_a_search_of_nothing_possible_is_refused_in_one_line(data, flag, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        search.main(["--name=x", "--systems=none", "--flops=1e9", *TINY, f"--data={data}", flag])
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_search_of_which_a_run_failed_says_which_and_exits_with_1(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(search, "RESULTS", tmp_path)
+    assert search.main(["--name=x", "--systems=learned", "--flops=1e9", "--data=no/such", *TINY]) == 1
+    assert "learned-1337 failed: train.py: no no/such/meta.json" in capsys.readouterr().err

@@ -214,7 +214,8 @@ def test_flags_override_the_file_and_the_file_the_defaults(tmp_path):
 def test_a_configuration_files_own_names_are_no_hyperparameters(tmp_path):
     config = tmp_path / "config.py"
     config.write_text("\ufeffimport math\nfrom pathlib import Path\n_half = 0.5\ndef half(x): return _half * whole(x)\ndef whole(x): return x\n"
-                      "for i in range(2): pass\nif i: seed = 7\ngamma = half(1)\nout_dir = str(Path(__file__).parent / 'out')\nn_mid_layers = math.isqrt(9)\n")
+                      "for i in range(2): pass\nif i: seed = 7\ngamma = half(1)\nout_dir = str(Path(__file__).parent / 'out')\n"
+                      "n_mid_layers = math.isqrt(9)\n")
     chosen = read_command_line([str(config)], train.DEFAULTS)
     assert chosen == {"gamma": 0.5, "out_dir": f"{tmp_path}/out", "n_mid_layers": 3, "seed": 7}
 

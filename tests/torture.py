@@ -213,7 +213,8 @@ GOOD = {  # lines of a configuration file, and what they set
     "policy_window = len(__file__) and 2": {"policy_window": 2}, "n_mid_layers = [_ + 1 for _ in range(3)][-1]": {"n_mid_layers": 3},
     "downsample_rate_target = '1/4'": {"downsample_rate_target": 0.25},
     "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    n_up_layers = 2": {"n_up_layers": 2}}
-EITHER = ["for i in range(3):\n    n_down_layers = 1", "with open(__file__) as file:\n    text = file.read()", "print('\\x1b[31m')", "boundaries = 'a\\0b.pt'"]
+EITHER = ["for i in range(3):\n    n_down_layers = 1", "with open(__file__) as file:\n    text = file.read()", "print('\\x1b[31m')",
+          "boundaries = 'a\\0b.pt'"]
 BAD = ["1 / 0", "raise SystemExit", "raise SystemExit('text')", "import sys\nsys.exit(0)", "exit(3)", "seq_len = (", " gamma = 1",
        "gamma = 1j", "gamma = None", "num_heads = [2]", "batch_size = 1.5", "data = b'x'", "learning_rate = float('nan')", "\0",
        "grad_clip = -float('inf')", "learning_rte = 3", "import no_such_module", "def f():\n    return f()\nf()", "gamma = 'x\\x1b[31m'",
