@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments import evaluate
+from experiments import evaluate, words
 from model import BOS, ModelConfig, load_checkpoint, make_model
 
 ROWS = {
@@ -255,3 +255,20 @@ def test_a_full_disk_leaves_the_old_results_whole(trained, data, tmp_path, monke
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and error.count("\n") == 1 and f"cannot write {tmp_path}/a.json" in error
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"] and (tmp_path / "a.json").read_text() == "old"
+
+
+def test_bits_by_letters_are_those_of_the_held_out_rows_each_after_the_letters_before_it(trained, capsys):
+    model, saved = load_checkpoint(trained / "ckpt.pt")
+    bits, letters = words.bits_and_letters(model.eval(), saved["config"])
+    last = json.loads((trained / "log.jsonl").read_text().splitlines()[-1])
+    assert bits.mean().item() == pytest.approx(last["val_bpb"], rel=1e-5)
+    text = b"a bc- d3\xc3\xa9f"
+    counts, so_far = [], 0
+    for byte in text:
+        so_far = so_far + 1 if chr(byte).isalnum() or byte > 127 else 0
+        counts.append(so_far)
+    assert words.letters_so_far(torch.tensor([[BOS, *text]])).tolist() == [[0, *counts]]
+    words.main([str(trained / "ckpt.pt")])
+    share, row = ([cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()[2:])
+    assert row[1:3] == [f"{bits.mean():.3f}", f"{bits[letters == 0].mean():.3f}"] and row[7] == f"{bits[letters > 5].mean():.3f}"
+    assert share[5] == f"{((letters == 3).float().mean()):.0%}"
