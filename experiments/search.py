@@ -70,9 +70,10 @@ def write(results):
         colour, marker = STYLES[system]
         axes.plot(*zip(*points), color=colour, marker=marker, linestyle=LINES[budgets.index(budget) % len(LINES)], linewidth=1, markersize=5,
                   label=f"{system}, {budget:.3g} FLOPs")
-    sizes = sorted({r["parameters"] / 1e6 for r in records})
+    sizes = [math.log2(r["parameters"] / 1e6) for r in records]
+    ticks = [2.0**k for k in range(math.floor(min(sizes)), math.ceil(max(sizes)) + 1)]
     axes.set(xscale="log", xlabel="parameters, millions", ylabel="bits per byte, held-out rows")
-    axes.set_xticks(sizes, [f"{size:.2g}" for size in sizes])
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_xticks([], minor=True)
     axes.legend(frameon=False)
     axes.grid(alpha=0.2)
