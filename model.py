@@ -302,7 +302,7 @@ class Model(nn.Module):
         positions, token = token_positions(a)
         tokens = select(X, positions)  # X' (B, M, D); eq. 3, 7-8
         tokens = self.run(self.middle, tokens, positions)  # Y' (B, M, D); eq. 4. RoPE turns a token by its byte's position
-        Y = X + select(tokens, token)  # (B, N, D); eq. 5, 9
+        Y = X + select(tokens, token)  # (B, N, D); eq. 5, 9 as written: Y', which has X' in it, and not Y' - X'
         return self.decode(Y)
 
     def forward(self, x, a=None, u=None):
