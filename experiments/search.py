@@ -97,18 +97,19 @@ def main(argv):
             compare.fail(f"--systems={system!r} is none of {', '.join(STYLES)}")
     for budget in options.flops.split(","):
         try:
-            flops = float(budget)
-        except ValueError:
-            flops = math.nan
-        for shape in options.shape or [""]:
+            flops, shapes = float(budget), [shlex.split(shape) for shape in options.shape or [""]]
+        except ValueError as error:  # a number's, or a quotation mark without its other
+            compare.fail(f"--flops={budget!r} or --shape={options.shape!r}: {error}")
+        for shape in shapes:
             for system in options.systems.split(","):
-                flags, h = compare.hyperparameters(system, options.seed, [*others, *shlex.split(shape)])
+                flags, h = compare.hyperparameters(system, options.seed, [*others, *shape])
                 length = flops / compare.flops_of_a_byte(h)
                 if not 1 <= length < 2**63:
                     compare.fail(f"--flops={budget!r} is no number of FLOPs that trains on a byte; write for example 1.3e13")
-                slug = ",".join(flag.removeprefix("--") for flag in shlex.split(shape)).replace("/", ":") or "default"
-                todo.append(([*flags, f"--training_bytes={round(length)}"], results / "runs" / budget / slug / f"{system}-{options.seed}"))
-                compare.check_made(todo[-1][1], h | {"training_bytes": round(length)})
+                slug = ",".join(flag.removeprefix("--") for flag in shape).replace("/", ":") or "default"
+                out_dir = results / "runs" / f"{flops:g}" / slug / f"{system}-{options.seed}"
+                compare.check_made(out_dir, h | {"training_bytes": round(length)})
+                todo.append(([*flags, f"--training_bytes={round(length)}"], out_dir))
     for flags, out_dir in todo:
         compare.run(flags, out_dir)
     write(results)

@@ -3,7 +3,7 @@ Where in a word the bits go: bits per byte of held-out text by how many letters 
 
     python experiments/words.py experiments/results/english/runs/none-1341/ckpt.pt experiments/results/english/runs/whitespace-1341/ckpt.pt
 
-Prints a table with a row for each checkpoint: train.py's 512 held-out rows, all bytes and those after 0, 1, 2, 3, 4-5 and more letters or
+Prints a table with a row for each checkpoint, all of models of the same text: train.py's 512 held-out rows, all bytes and those after 0, 1, 2, 3, 4-5 and more letters or
 digits in a row (after 0: a word's first letter, or a byte between words). Above it, those bytes' share of the text.
 """
 import argparse
@@ -16,6 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
+from experiments import compare
 from model import load_checkpoint
 
 CLASSES = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3": (3, 3), "4-5": (4, 5), "6 and more": (6, math.inf)}
@@ -48,19 +49,19 @@ def bits_and_letters(model, config):
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("checkpoints", nargs="+", help="of train.py")
-    parser.error = lambda message: sys.exit(f"words.py: {message}")
+    parser.error = compare.fail
     lines = []
     for path in parser.parse_args(argv).checkpoints:
         try:
             model, saved = load_checkpoint(path)
         except (OSError, ValueError) as error:
             parser.error(error)
-        bits, letters = bits_and_letters(model.eval(), saved["config"])
+        bits, letters = bits_and_letters(model, saved["config"])
         masks = [(low <= letters) & (letters <= high) for low, high in CLASSES.values()]
         if not lines:
             lines += [["after so many letters", "all", *CLASSES], ["---"] * (len(CLASSES) + 2)]
             lines += [["share of the bytes", "", *(f"{mask.float().mean():.0%}" for mask in masks)]]
-        lines += [[Path(path).resolve().parent.name, f"{bits.mean():.3f}", *(f"{bits[mask].mean():.3f}" for mask in masks)]]
+        lines += [["/".join(Path(path).resolve().parts[-4:-1]), f"{bits.mean():.3f}", *(f"{bits[mask].mean():.3f}" for mask in masks)]]
     print("".join(f"| {' | '.join(line)} |\n" for line in lines), end="")
 
 
