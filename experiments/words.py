@@ -3,8 +3,9 @@ Where in a word the bits go: bits per byte of held-out text by how many letters 
 
     python experiments/words.py experiments/results/english/runs/none-1341/ckpt.pt experiments/results/english/runs/whitespace-1341/ckpt.pt
 
-Prints a table with a row for each checkpoint, all of models of the same text: train.py's 512 held-out rows, all bytes and those after 0, 1, 2, 3, 4-5 and more letters or
-digits in a row (after 0: a word's first letter, or a byte between words). Above it, those bytes' share of the text.
+Prints a table with a row for each checkpoint, all of models of the same text: train.py's 512 held-out rows, all bytes and those after 0, 1,
+2, 3, 4-5 and more letters or digits in a row (after 0: a word's first letter, or a byte between words). Above it, those bytes' share of the
+text.
 """
 import argparse
 import math

@@ -138,7 +138,8 @@ def test_a_search_gives_every_system_and_shape_the_same_flops_once(data, tmp_pat
 
 
 @pytest.mark.parametrize("flag, message", [
-    ("--flops=abc", "--flops='abc' or --shape=[]: could not convert"), ("--shape='", "No closing quotation"), ("--flops=0", "--flops='0' is no"), ("--flops=inf", "--flops='inf' is no"),
+    ("--flops=abc", "--flops='abc' or --shape=[]: could not convert"), ("--shape='", "No closing quotation"),
+    ("--flops=0", "--flops='0' is no"), ("--flops=inf", "--flops='inf' is no"),
     ("--shape=--num_heads=3", "embedding_dim=16 is no multiple of 2 * num_heads=6"), ("--systems=no", "--systems='no' is none of")])
 def test_a_search_of_nothing_possible_is_refused_in_one_line(data, flag, message, capsys):
     with pytest.raises(SystemExit) as end:

@@ -259,7 +259,7 @@ def test_a_full_disk_leaves_the_old_results_whole(trained, data, tmp_path, monke
 
 def test_bits_by_letters_are_those_of_the_held_out_rows_each_after_the_letters_before_it(trained, capsys, monkeypatch):
     model, saved = load_checkpoint(trained / "ckpt.pt")
-    bits, letters = words.bits_and_letters(model.eval(), saved["config"])
+    bits, letters = words.bits_and_letters(model, saved["config"])
     last = json.loads((trained / "log.jsonl").read_text().splitlines()[-1])
     assert bits.mean().item() == pytest.approx(last["val_bpb"], rel=1e-5)
     text = b"a bc- d3\xc3\xa9f"
