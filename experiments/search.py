@@ -68,14 +68,15 @@ def write(results):
     for budget, system in dict.fromkeys((budget, system) for budget, _, system in cells):
         points = sorted((some[0]["parameters"] / 1e6, bits(some)) for key, some in cells.items() if key[::2] == (budget, system))
         colour, marker = STYLES[system]
-        axes.plot(*zip(*points), color=colour, marker=marker, linestyle=LINES[budgets.index(budget) % len(LINES)], linewidth=1, markersize=5,
-                  label=f"{system}, {budget:.3g} FLOPs")
+        axes.plot(*zip(*points), color=colour, marker=marker, linestyle=LINES[budgets.index(budget) % len(LINES)], linewidth=1, markersize=5)
     sizes = [math.log2(r["parameters"] / 1e6) for r in records]
     ticks = [2.0**k for k in range(math.floor(min(sizes)), math.ceil(max(sizes)) + 1)]
     axes.set(xscale="log", xlabel="parameters, millions", ylabel="bits per byte, held-out rows")
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_xticks([], minor=True)
-    axes.legend(frameon=False)
+    handles = [plt.Line2D([], [], color=STYLES[system][0], marker=STYLES[system][1], linestyle="", label=system) for system in systems]
+    handles += [plt.Line2D([], [], color="grey", linestyle=LINES[i % len(LINES)], label=f"{budget:.3g} FLOPs") for i, budget in enumerate(budgets)]
+    figure.legend(handles=handles, frameon=False, loc="outside right upper")
     axes.grid(alpha=0.2)
     for suffix in ("png", "svg"):
         figure.savefig(results / f"search.{suffix}", dpi=150)
