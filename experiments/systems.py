@@ -35,6 +35,7 @@ class System(Model):
     def __init__(self, config):
         super().__init__(config)
         self.policy.requires_grad_(False)  # unused; DistributedDataParallel wants to know
+        self.early_norm.requires_grad_(config.early_exit)
 
     def boundary_loss(self, l, a):
         """What the system adds to L_auto, from the logits l and the boundaries a (B, N) that forward returned."""
@@ -153,6 +154,7 @@ class Gumbel(System):
         self.boundary_mlp = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, 1))
         nn.init.zeros_(self.boundary_mlp[2].weight)
         nn.init.constant_(self.boundary_mlp[2].bias, math.log(target / (1 - target)))  # p starts at the target, as the policy's
+        self.early_norm.requires_grad_(True)
         self.null = nn.Parameter(torch.randn(D))
 
     def forward(self, x, a=None, u=None):
