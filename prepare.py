@@ -114,6 +114,7 @@ def load_hf(options):
         import huggingface_hub
         datasets.disable_progress_bars()
         huggingface_hub.logging.set_verbosity_error()  # it tells of each retry
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # and it of what is raised
         dataset = datasets.load_dataset(**where, name=options.get("hf_name"), split=options["split"], streaming=True)
         first = next(iter(dataset), None)  # reach the data before anything is written
     except Exception as error:  # datasets, its file systems and its parsers have dozens
@@ -220,6 +221,11 @@ def bpe_marks(document):
     return marks[:-1]
 
 
+def shards_in(out_dir):
+    """The shards in a folder, finished or not, and nothing else that lies there."""
+    return [path for path in out_dir.iterdir() if re.fullmatch(r"(train|val)_\d{5,}\.(bin|bpe)(\.part)?", path.name)]
+
+
 def open_part(out_dir, split, kind, state):
     """Opens the shard the split is to go on with, cut back to what progress.json vouches for."""
     index, offset = divmod(state[split]["bytes"], state["options"]["shard_bytes"])
@@ -307,7 +313,7 @@ def write_shards(documents, out_dir, state):
     empty = [split for split in parts if not state[split]["bytes"]]
     if empty:  # of no use, and in the way of the next try with other options
         (out_dir / "progress.json").unlink()
-        for path in [*out_dir.glob("train_*.b*"), *out_dir.glob("val_*.b*")]:
+        for path in shards_in(out_dir):
             path.unlink()
         kept = state["consumed"] - dropped["short_documents"]
         why = (f"{kept} documents all fell on one side of --val_fraction={options['val_fraction']}"
@@ -397,7 +403,7 @@ def load_state(out_dir, options):
 
 def verify(out_dir):
     """Compares the sha256 of every shard with meta.json; exit code 1 where one differs."""
-    told, paths = read_state(out_dir / "meta.json")[1], [*out_dir.glob("train_*.b*"), *out_dir.glob("val_*.b*")]
+    told, paths = read_state(out_dir / "meta.json")[1], shards_in(out_dir)
     there = {path.name: sha256_of(path) for path in tqdm(paths, unit=" shards", disable=None)}
     wrong = [f"{name} has sha256 {there.get(name, 'none')}, meta.json tells of {told.get(name, 'none')}"
              for name in sorted({*told, *there}) if told.get(name) != there.get(name)]

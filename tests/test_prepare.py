@@ -419,4 +419,9 @@ def test_each_mistake_gives_one_line_and_exit_code_2(tmp_path, capsys):
     assert "--val_fraction=2" in error_of(capsys, *files, "--val_fraction=2")
     assert "--hf_path" in error_of(capsys, "--hf_path=x")
     assert "needs --input" in error_of(capsys, "--dataset=files")
+    foreign = [tmp_path / "out/train_set.bin.bz2", tmp_path / "out/val_book.bib"]
+    for path in foreign:
+        path.write_text("mine")
+    assert "smaller --seq_len" in error_of(capsys, *files, "--seq_len=301")
+    assert all(path.read_text() == "mine" and not path.unlink() for path in foreign)
     assert [path.name for path in tmp_path.glob("out/*")] == [".lock"]  # nothing is left to be in the way of the next try
