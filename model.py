@@ -97,7 +97,8 @@ def window_attention(q, k, v, window):
     The row is cut into chunks of half a window, of 8 at least; a chunk's queries need the keys of their own chunk and of those that a
     window reaches back into, two or one, so every product is a batch of small dense ones, a third to a half of it masked.
     """
-    N, C = q.size(2), max(window // 2, 8)  # products smaller than 8 by 16 are slow
+    N, window = q.size(2), min(window, q.size(2))
+    C = max(window // 2, 8)  # products smaller than 8 by 16 are slow
     n, back = math.ceil(N / C), math.ceil((window - 1) / C)  # chunks, and how many before its own one reads
     q = F.pad(q, (0, 0, 0, n * C - N)).unflatten(2, (n, C))  # (B, H, n, C, h)
     k, v = (F.pad(z, (0, 0, back * C, n * C - N)).unflatten(2, (back + n, C)) for z in (k, v))

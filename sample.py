@@ -203,11 +203,11 @@ def main(argv=None):
         texts = [Path(options.score).read_bytes()] if options.score else [os.fsencode(options.start)] * options.num_samples
         if options.html:
             open(options.html, "a").close()  # before the work, not after it
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # the last two: no such device
+    except (OSError, ValueError, RuntimeError, AssertionError, ImportError) as error:  # the last three: no such device
         fail(str(error).splitlines()[0])
     if options.score and not texts[0]:
         fail(f"--score={options.score} is an empty file")
-    torch.manual_seed(options.seed)
+    torch.manual_seed(options.seed % 2**64)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     run = scored if options.score else generated
 

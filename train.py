@@ -315,6 +315,8 @@ def main(argv):
         if due and rank == 0:
             started = time.perf_counter()
             results, line = evaluate(model, val_shards, h.eval_rows, h.batch_size, autocast)
+            if not math.isfinite(results["val_bpb"]):
+                diverged("the held-out bits per byte are")
             say(validation_line(step, results))
             say("".join(as_terminal(line, sys.stdout.isatty() and "NO_COLOR" not in os.environ)))
             log(log_file, {"step": step, "bytes": bytes_seen} | results | {"line": as_record(line)})
@@ -381,7 +383,7 @@ def evaluate(model, shards, eval_rows, batch_size, autocast):
                "val_entropy": entropy.mean(), "contrast": p[~letter & (x != BOS)].mean() / p[letter].mean()}
     if early_bits is not None:
         results["val_early_bpb"] = early_bits.mean()
-    line = list(zip(*(z[0, 1:SHOWN].tolist() for z in (x, a, p))))
+    line = list(zip(*(z[0, 1 : SHOWN + 1].tolist() for z in (x, a, p))))
     return {name: value.item() for name, value in results.items()} | where_tokens_end(x, a), line
 
 
@@ -544,8 +546,11 @@ def read_log(path):
 
 
 def shorten(path, step):
-    """Leaves in a log what came up to this step: what a killed run wrote after its last checkpoint is written again."""
-    kept = [record for record in read_log(path) if record["step"] <= step] if step and path.exists() else []
+    """Leaves in a log what came up to this step: what a killed run wrote after its last checkpoint is written again. A run that starts
+    anew begins a new one, and the log of a run whose checkpoint is gone becomes log.jsonl.old."""
+    if not step and path.exists() and path.stat().st_size:
+        os.replace(path, path.with_suffix(".jsonl.old"))
+    kept = [record for record in read_log(path) if record["step"] <= step] if path.exists() else []
     path.with_suffix(".part").write_text("".join(json.dumps(record) + "\n" for record in kept))
     os.replace(path.with_suffix(".part"), path)
 
@@ -577,6 +582,8 @@ def use_machine(h, world):
     where = torch.device(kind)
     if kind == "cuda":
         where = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+        if where.index >= torch.cuda.device_count():
+            fail(f"LOCAL_RANK={where.index}, but torch finds {torch.cuda.device_count()} GPUs; take --nproc_per_node={torch.cuda.device_count()}")
         torch.cuda.set_device(where)
     if world > 1:
         if kind == "mps":

@@ -49,9 +49,10 @@ def read_file(path, defaults):
         exec(compile(text, path, "exec"), values)
     except (Exception, SystemExit) as error:  # it is a program
         fail(f"cannot read the configuration file '{path}': {error}")
-    targets = [target for node in ast.parse(text).body if isinstance(node, ast.Assign) for target in node.targets]
-    names = {target.id for target in targets if isinstance(target, ast.Name) and not target.id.startswith("_")} | defaults.keys()
-    return {name: value for name, value in values.items() if name in names}
+    assigned = [node for node in ast.parse(text).body if isinstance(node, (ast.Assign, ast.AnnAssign))]
+    targets = [node for one in assigned for target in getattr(one, "targets", None) or [one.target] for node in ast.walk(target)]
+    names = {node.id for node in targets if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)} | defaults.keys()
+    return {name: value for name, value in values.items() if name in names and not name.startswith("_")}
 
 
 def read_command_line(argv, defaults, usage=""):
@@ -73,9 +74,9 @@ def read_command_line(argv, defaults, usage=""):
 
 def check(h):
     """Ends the program with one line for a hyperparameter, or a combination of some, that cannot run."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world < 1:
-        fail(f"WORLD_SIZE={world} is not positive; torchrun sets it, and without torchrun it is to be unset")
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if not 0 <= rank < world or world > 1 and "MASTER_ADDR" not in os.environ:
+        fail(f"RANK={rank} and WORLD_SIZE={world} are set, but not by torchrun, which sets both; without it they are to be unset")
     for low, high, keys in (
             (1, 2**20, "seq_len embedding_dim num_heads attention_window num_draws effective_batch_size batch_size eval_rows"),
             (0, 1000, "n_down_layers n_mid_layers n_up_layers"),

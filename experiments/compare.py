@@ -6,7 +6,7 @@ Trains systems that place boundaries in different ways on the same rows and comp
 
     python experiments/compare.py --systems=learned,uniform,none --bytes=10e6 --equal=seconds
 
-A system is a value of train.py's --boundaries; learned-w8 sets policy_window to 8. The configuration file and every other flag
+A system is a value of train.py's --boundaries, but no path; learned-w8 sets policy_window to 8. The configuration file and every other flag
 go to train.py. Runs that are there already are not repeated, stopped ones go on. Writes experiments/results/NAME/, anew from all
 runs in it: evaluations.jsonl, a line per evaluation; table.md; loss.png and loss.svg, bits per byte against training FLOPs. FLOPs
 are those of the paper's Figures 3 and 4: 6 per matrix parameter per byte or token, attention's products left out.
@@ -176,7 +176,7 @@ def write(results):
     """The results of all runs in the folder; returns whether all of them ended well."""
     runs, failures = {}, {}
     order = list(STYLES)
-    for folder in sorted(results.glob("runs/*"), key=lambda folder: (order.index(folder.name.partition("-")[0]), folder.name)):
+    for folder in sorted(results.glob("runs/*-*"), key=lambda folder: (order.index(folder.name.partition("-")[0]), folder.name)):
         system, seed = folder.name.rsplit("-", 1)
         runs.setdefault(system, []).extend([read_run(system, int(seed), folder)] if (folder / "ckpt.pt").exists() else [])
         failures.setdefault(system, []).extend(f"seed {seed}: {path.read_text()}" for path in folder.glob("failure.txt"))

@@ -113,7 +113,9 @@ def main(argv):
     options = parser.parse_args(argv)
     try:
         model, saved = load_checkpoint(options.checkpoint)
-        torch.manual_seed(options.seed)
+        if model.config.boundaries != "learned" or len(options.text) < 2:
+            raise ValueError(f"{options.checkpoint} has to hold a model of learned boundaries, and --text={options.text!r} two characters")
+        torch.manual_seed(options.seed % 2**64)
         a, logp, G = two_draws(model, options.text.encode("ascii"), saved["config"]["gamma"])
         options.picture.write_text(draw(options.text, a, logp, G), encoding="utf-8")
     except (OSError, ValueError) as error:

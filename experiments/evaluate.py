@@ -97,6 +97,7 @@ def read_benchmark(name, file):
     import huggingface_hub
 
     huggingface_hub.logging.set_verbosity_error()  # it tells of each retry
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # and it of what is raised
     read, fields, source = BENCHMARKS[name]
     if file:
         builder = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(Path(file).suffix)
@@ -219,7 +220,7 @@ def main(argv=None):
         fail(f"--batch_size={options.batch_size} is not positive")
     try:
         model, saved = load_checkpoint(options.checkpoint)
-        kind, precision = device_and_dtype("auto", saved["config"]["dtype"])  # the precision that it was trained in
+        kind, precision = device_and_dtype("auto", saved["config"]["dtype"])  # "auto" is this machine's
         autocast = torch.autocast(kind, getattr(torch, precision), enabled=precision != "float32")
         if options.json:
             open(options.json, "a").close()  # before the work, not after it

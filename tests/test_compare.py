@@ -19,6 +19,7 @@ def test_a_run_of_which_numbers_are_missing_is_a_row_that_says_so(tmp_path, trai
     (folder / "log.jsonl").write_text(json.dumps(record | {"val_bpb": None, "ends_between": None}) + "\n")
     assert not compare.write(tmp_path) and "diverged" in (tmp_path / "table.md").read_text()
     (folder / "log.jsonl").write_text(json.dumps(record | {"ends_between": None}) + "\n")
+    (tmp_path / "runs/.DS_Store").write_text("of a Mac")
     assert compare.write(tmp_path) and f"{record['val_bpb']:.4f}" in (tmp_path / "table.md").read_text()
     shutil.copytree(folder, tmp_path / "runs/random-1337")  # a good one, last in the table
     (folder / "failure.txt").write_text("no disk")

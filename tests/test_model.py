@@ -72,7 +72,7 @@ def test_next_byte_logits_are_the_heads_softcapped_at_30():
     torch.testing.assert_close(m.next_byte_logits(x, head), 30 * torch.tanh(head(x) / 30))
 
 
-@pytest.mark.parametrize("N, window", [(1, 4), (3, 8), (50, 8), (64, 8), (41, 7), (20, 1)])
+@pytest.mark.parametrize("N, window", [(1, 4), (3, 8), (50, 8), (64, 8), (41, 7), (20, 1), (20, 10**12)])
 def test_window_attention_is_dense_attention_under_a_band(N, window):
     torch.manual_seed(0)
     qkv = torch.randn(3, 2, 3, N, 4, requires_grad=True)

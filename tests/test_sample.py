@@ -107,6 +107,7 @@ def test_a_scored_file_is_shown_unchanged_but_for_the_marks(trained, tmp_path, c
     (["--out_dir={trained}", "--html=no/such/page.html"], "no/such/page.html"),
     (["--temperature=-1"], "-1"),
     (["--out_dir={trained}", "--device=nonsense"], "nonsense"),
+    (["--out_dir={trained}", "--device=hpu"], "hpu"),
     (["--max_new_bytes=0"], "0"),
     (["--top_k=0"], "0"),
     (["--wrong=1"], "--wrong"),
