@@ -165,6 +165,7 @@ def draw_loss(evaluations, path):
                       linewidth=1, linestyle=line, markeredgecolor="black", markeredgewidth=0.3,
                       label=system if seed == min(e["seed"] for e in evaluations if e["system"] == system) else None)
     axes.set(xscale="log", xlabel="training FLOPs", ylabel="bits per byte, held-out rows")
+    axes.tick_params("x", which="minor", labelsize=6)  # within a decade all have labels
     axes.legend(frameon=False)
     axes.grid(alpha=0.2)
     for suffix in (".png", ".svg"):
