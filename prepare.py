@@ -178,8 +178,7 @@ def read_state(path):
     try:
         state = json.loads(path.read_bytes())
         shards = {**state["train"]["sha256"], **state["val"]["sha256"]}
-        earlier = path.name == "meta.json" and "sha256" not in state and state["options"].keys()  # when it was not sealed yet
-        if earlier or state == sealed(state):
+        if state == sealed(state):
             return state, shards
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass

@@ -1,8 +1,8 @@
 """
 The other ways to place boundaries that the paper compares with: train.py --boundaries=NAME.
 
-Every system keeps the learned model's bytes, layers, middle, output head and signature, forward(x, a, u) -> logits, early_logits,
-l, a. Only what decides (and, where a system defines it, what pools and spreads the tokens) is its own. A position i has read
+Every system keeps the learned model's bytes, layers, middle, output head and signature, forward(x, a, u) -> logits, early_logits
+(None: no reward, no early head), l, a. Only what decides (and, where a system defines it, what pools and spreads the tokens) is its own. A position i has read
 x_0 .. x_i, and a_i = 1 gives it the token that ends there.
 
     uniform     round(N * target) evenly spaced tokens
@@ -35,7 +35,7 @@ class System(Model):
     def __init__(self, config):
         super().__init__(config)
         self.policy.requires_grad_(False)  # unused; DistributedDataParallel wants to know
-        self.early_norm.requires_grad_(config.early_exit)
+        self.early_norm.requires_grad_(False)
 
     def boundary_loss(self, l, a):
         """What the system adds to L_auto, from the logits l and the boundaries a (B, N) that forward returned."""
@@ -65,12 +65,14 @@ class Fixed(System):
         """a (B, N) bool of bytes x (B, N) and uniforms u (B, N); a_i may depend on x_0 .. x_i."""
         raise NotImplementedError
 
+    def place(self, x, u=None):
+        """The rule's boundaries and <bos>'s, (B, N) bool."""
+        u = torch.rand(x.shape, device=x.device) if u is None else u
+        return self.rule(x, u) | (torch.arange(x.size(1), device=x.device) == 0)
+
     def forward(self, x, a=None, u=None):
-        if a is None:
-            u = torch.rand(x.shape, device=x.device) if u is None else u
-            a = self.rule(x, u) | (torch.arange(x.size(1), device=x.device) == 0)  # <bos> is a token
-        logits, early_logits, _, a = super().forward(x, a)
-        return logits, early_logits, torch.where(a, 20.0, -20.0), a
+        a = self.place(x, u) if a is None else a
+        return self.predict(self.encode(x), a), None, torch.where(a, 20.0, -20.0), a
 
 
 class Uniform(Fixed):
@@ -159,7 +161,6 @@ class Gumbel(System):
 
     def forward(self, x, a=None, u=None):
         X = self.encode(x)
-        early_logits, _ = self.read(X)
         with torch.autocast(X.device.type, enabled=False):
             l = self.boundary_mlp(self.early_norm(X).float())[..., 0]  # (B, N)
         if a is None:
@@ -172,7 +173,7 @@ class Gumbel(System):
         tokens = mean_pool(X, a.float(), positions.size(1))  # (B, M, D)
         tokens = torch.cat((self.null.to(X.dtype).expand(len(x), 1, -1), tokens[:, 1:]), 1)
         tokens = self.run(self.middle, tokens, positions)
-        return self.decode(X + select(tokens, token)), early_logits, l, a
+        return self.decode(X + select(tokens, token)), None, l, a
 
     def boundary_loss(self, l, a):
         """- log Binomial(N - 1, target) at the number of boundaries drawn, over N; mean over rows."""
@@ -205,7 +206,6 @@ class HNet(System):
 
     def forward(self, x, a=None, u=None):
         X = self.encode(x)
-        early_logits, _ = self.read(X)
         with torch.autocast(X.device.type, enabled=False):
             q, k = self.q(X.float())[:, 1:], self.k(X.float())[:, :-1]
             p = F.pad((1 - F.cosine_similarity(q, k, dim=-1)) / 2, (1, 0), value=1.0)  # (B, N)
@@ -216,7 +216,7 @@ class HNet(System):
         confidence = torch.where(a, p, 1 - p)
         confidence = confidence + (1 - confidence).detach()  # straight-through: 1
         Y = confidence[..., None] * select(tokens, token) + self.residual(X)
-        return self.decode(Y.type_as(X)), early_logits, torch.logit(p, eps=1e-6), a
+        return self.decode(Y.type_as(X)), None, torch.logit(p, eps=1e-6), a
 
     def boundary_loss(self, l, a):
         """The ratio loss: N / (N - 1) ((N - 1) F G + (1 - F) (1 - G)), F the rate, G the mean p, N = 1 / target."""
