@@ -1,0 +1,12 @@
+# A larger model for an afternoon: 5.7M parameters, 40 MB. In this shape learned tokens are ahead of whitespace's, of H-Net's and of plain
+# bytes; plain bytes in the quick run's shape are ahead of all of them (experiments/README.md, "A larger model for an hour and a half").
+#   python train.py config/laptop.py --data=data/mine --out_dir=out-laptop
+seq_len = 1024
+embedding_dim = 256
+num_heads = 4
+effective_batch_size = 8
+batch_size = 8
+training_bytes = 40_000_000
+warmup_bytes = 400_000
+policy_start_bytes = 1_000_000
+eval_interval = 500
