@@ -1,9 +1,9 @@
 """
 The other ways to place boundaries that the paper compares with: train.py --boundaries=NAME.
 
-Every system keeps the learned model's bytes, layers, middle, output head and signature, forward(x, a, u) -> logits, early_logits
-(None: no reward, no early head), l, a. Only what decides (and, where a system defines it, what pools and spreads the tokens) is its own. A position i has read
-x_0 .. x_i, and a_i = 1 gives it the token that ends there.
+Every system keeps the learned model's bytes, layers, middle, output head and signature, forward(x, a, u) -> logits, None (no reward,
+so no early head), l, a. Only what decides (and, where a system defines it, what pools and spreads the tokens) is its own. A position i
+has read x_0 .. x_i, and a_i = 1 gives it the token that ends there.
 
     uniform     round(N * target) evenly spaced tokens
     random      independent draws at the target rate
@@ -34,7 +34,7 @@ class System(Model):
 
     def __init__(self, config):
         super().__init__(config)
-        self.policy.requires_grad_(False)  # unused; DistributedDataParallel wants to know
+        self.policy.requires_grad_(False)  # unused, and the norm before it; DistributedDataParallel wants to know
         self.early_norm.requires_grad_(False)
 
     def boundary_loss(self, l, a):
