@@ -57,9 +57,9 @@ def test_a_table_has_the_means_of_the_runs_last_evaluations_and_what_reaching_th
     assert lines[0].get_linestyle() == lines[1].get_linestyle() != lines[2].get_linestyle()
 
 
-@pytest.mark.parametrize("system, rate", [("learned", 0.25), ("hnet", 0.25), ("none", 1.0), ("whitespace", None)])
+@pytest.mark.parametrize("system, rate", [("learned", 0.25), ("hnet", 0.25), ("random", 0.25), ("none", 1.0), ("whitespace", None)])
 def test_a_byte_costs_the_flops_of_the_rate_that_its_system_will_have(system, rate, data):
-    """The rate asked for where it is learned, else the one that its rule has on the training rows."""
+    """The rate asked for where it is learned or drawn, else the one that its rule has on the training rows."""
     flags = [*TINY, f"--boundaries={system}", f"--data={data}", "--downsample_rate_target=0.25"]
     h = DEFAULTS | read_command_line(flags, DEFAULTS)
     if rate is None:  # one token before every row, and one after each word
