@@ -18,6 +18,7 @@ byte takes it: on this machine, beside whatever else it does at that time.
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,9 @@ import matplotlib
 
 matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
+
+os.environ.setdefault("SOURCE_DATE_EPOCH", "0")  # the same runs draw the same svg, byte for byte: git sees only what changed
+plt.rcParams["svg.hashsalt"] = "tokens"
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
