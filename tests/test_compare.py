@@ -7,7 +7,7 @@ import torch
 
 from config.command_line import read_command_line
 from conftest import TINY
-from experiments import compare, figures, search
+from experiments import compare, distance, figures, search
 from model import ModelConfig, load_checkpoint, make_model
 from train import DEFAULTS, flops_per_byte, model_config_of, open_rows, read_log
 
@@ -146,6 +146,17 @@ def test_a_search_of_nothing_possible_is_refused_in_one_line(data, flag, message
     with pytest.raises(SystemExit) as end:
         search.main(["--name=x", "--systems=none", "--flops=1e9", *TINY, f"--data={data}", flag])
     assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_distance_to_plain_bytes_is_that_of_the_same_shape_budget_and_seed():
+    def record(system, bpb, budget=1.0, size=16, seed=1):
+        return {"budget": budget, "shape": f"embedding_dim={size},num_heads=2", "seed": seed, "system": system, "bpb": bpb}
+
+    records = [record("none", 2.0), record("hnet", 1.5), record("none", 3.0, size=8), record("hnet", 3.25, size=8),
+               record("none", 7.0, budget=2.0), record("gumbel", 6.0, budget=2.0), record("hnet", 9.0, size=4), record("hnet", 9.0, seed=2)]
+    lines = distance.distances(records, distance.flag("embedding_dim", 128))
+    assert lines == {(1.0, "hnet"): [(8, -0.25), (16, 0.5)], (2.0, "gumbel"): [(16, 1.0)]}
+    assert distance.flag("n_mid_layers", 4)(records[0]) == 4
 
 
 def test_a_search_of_which_a_run_failed_says_which_and_exits_with_1(tmp_path, monkeypatch, capsys):
