@@ -157,6 +157,7 @@ def test_the_distance_to_plain_bytes_is_that_of_the_same_shape_budget_and_seed()
     lines = distance.distances(records, distance.flag("embedding_dim", 128))
     assert lines == {(1.0, "hnet"): [(8, -0.25), (16, 0.5)], (2.0, "gumbel"): [(16, 1.0)]}
     assert distance.flag("n_mid_layers", 4)(records[0]) == 4
+    assert distance.best(records, distance.flag("embedding_dim", 128)) == [(16, 0.5), (16, 1.0)]
 
 
 def test_a_search_of_which_a_run_failed_says_which_and_exits_with_1(tmp_path, monkeypatch, capsys):
