@@ -211,6 +211,14 @@ def main(argv=None):
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     run = scored if options.score else generated
 
+    def show(piece):
+        try:
+            print(piece, end="", flush=True)
+        except BrokenPipeError:  # the reader, `head` say, has seen enough; a page is made all the same
+            if not options.html:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
     shown, started = [], time.perf_counter()
     for text in texts:
         shown.append([])
@@ -221,14 +229,14 @@ def main(argv=None):
                 yield byte, a, p
 
         for piece in as_terminal(stream(), colour):
-            print(piece, end="", flush=True)
-        print("\n" + "-" * 80)
+            show(piece)
+        show("\n" + "-" * 80 + "\n")
     seconds = time.perf_counter() - started
     steps = [step for text in shown for step in text]
     tokens = sum(a for _, a, _, _ in steps)
     bits = sum(nats for *_, nats in steps) / math.log(2)
-    print(f"{len(steps)} bytes, {tokens} tokens, {len(steps) / max(tokens, 1):.2f} bytes per token, "
-          f"{bits / len(steps):.3f} bits per byte, {len(steps) / seconds:.0f} bytes per second")
+    show(f"{len(steps)} bytes, {tokens} tokens, {len(steps) / max(tokens, 1):.2f} bytes per token, "
+         f"{bits / len(steps):.3f} bits per byte, {len(steps) / seconds:.0f} bytes per second\n")
     if options.html:
         write(options.html, as_html([(options.score or f"sample {i}", text) for i, text in enumerate(shown, 1)]))
 
@@ -239,7 +247,7 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:  # no vocabulary for --boundaries=bpe
         fail(error)

@@ -1,12 +1,14 @@
 import math
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import sample
-from conftest import run
+from conftest import ROOT, run
 from model import BOS
 from test_model import small_model
 
@@ -97,6 +99,17 @@ def test_a_scored_file_is_shown_unchanged_but_for_the_marks(trained, tmp_path, c
     out = capsys.readouterr().out
     assert out.replace(sample.MARK, "").startswith(text) and f"{len(text)} bytes, " in out
     assert "&lt;" in (tmp_path / "a.html").read_text()
+
+
+def test_a_page_is_written_whole_though_nobody_reads_the_terminal(trained, tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 3)
+    command = "sample.py", f"--out_dir={trained}", f"--score={tmp_path}/text.txt", "--device=cpu", f"--html={tmp_path}/page.html"
+    run(*command)
+    read = (tmp_path / "page.html").read_text()
+    (tmp_path / "page.html").unlink()
+    with subprocess.Popen([sys.executable, ROOT / command[0], *command[1:]], stdout=subprocess.PIPE, cwd=ROOT) as process:
+        process.stdout.close()
+    assert process.returncode == 0 and (tmp_path / "page.html").read_text() == read
 
 
 @pytest.mark.parametrize("arguments, message", [
