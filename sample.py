@@ -215,9 +215,9 @@ def main(argv=None):
         try:
             print(piece, end="", flush=True)
         except BrokenPipeError:  # the reader, `head` say, has seen enough; a page is made all the same
-            if not options.html:
-                raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if not options.html:
+                sys.exit()
 
     shown, started = [], time.perf_counter()
     for text in texts:
@@ -247,7 +247,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:  # no vocabulary for --boundaries=bpe
         fail(error)
