@@ -1,41 +1,153 @@
 """
 Generates text with a trained model and shows where its tokens end.
 
-    python sample.py --start="def main" --num_samples=3 --max_new_bytes=300 --temperature=0.8 --top_k=50
+    python sample.py --start="def main" --num_samples=3 --temperature=0.8 --top_k=50
     python sample.py --score=FILE                shows the boundaries of given text instead
-    python sample.py --score=FILE --html=out.html    the same as a page (the paper's Figure 2)
 
-A mark │ stands where a token ends. On a terminal the colour is the policy's probability of a boundary after that
-character: blue low, yellow high.
+A mark │ stands where a token ends. On a terminal the colour is the policy's probability of a
+boundary after that character: blue low, yellow high.
 """
 import argparse
 import codecs
-import html
 import math
 import os
 import sys
 import time
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from model import BOS, load_checkpoint
+import experiments.systems  # noqa: F401  the systems that a checkpoint may hold
+from model import (BOS, load_checkpoint, log_likelihood, next_byte, next_byte_logits, select,
+                   softcapped_attention, token_positions)
 from prepare import printable
 
 MARK = "│"
-PALETTE = 33, 75, 110, 145, 186, 220, 226  # of a terminal's 256 colours, from blue through grey to yellow
-CIVIDIS = (0, 34, 78), (124, 123, 120), (254, 232, 56)  # the same for a page; told apart by the colour-blind as well
+PALETTE = 33, 75, 110, 145, 186, 220, 226  # of a terminal's 256 colours, from blue to yellow
+
+
+# ---- Generation --------------------------------------------------------------------------------
+
+class Cache:
+    """Stands in for Attention.attend: keeps a layer's keys and values, all or a window's.
+
+    The first call is the prompt's. Each further one brings a new position of the rows `rows` (R,),
+    of which `held` (R,) are kept so far. A window's position i lies in slot i % window.
+    """
+
+    def __init__(self, attention):
+        self.attend, self.window, self.k = attention.attend, attention.window, None
+
+    def __call__(self, q, k, v):
+        if self.k is None:
+            size = self.window or k.size(2)
+            last = torch.arange(k.size(2), device=k.device)[-size:]
+            self.k, self.v = (z.new_zeros(*z.shape[:2], size, z.size(3)) for z in (k, v))
+            self.k[:, :, last % size], self.v[:, :, last % size] = k[:, :, last], v[:, :, last]
+            return self.attend(q, k, v)
+        used = self.window or int(self.held.max()) + 1
+        if used > self.k.size(2):
+            self.k, self.v = (F.pad(z, (0, 0, 0, z.size(2))) for z in (self.k, self.v))
+        slot = self.held % self.window if self.window else self.held
+        self.k[self.rows, :, slot], self.v[self.rows, :, slot] = k[:, :, 0], v[:, :, 0]
+        k, v = (z[:, :, :used].index_select(0, self.rows) for z in (self.k, self.v))
+        mask = torch.arange(used, device=k.device) <= self.held[:, None]  # (R, used)
+        return softcapped_attention(q, k, v, mask[:, None, None])
+
+
+@contextmanager
+def caches(model):
+    """Puts a cache into every layer; gives those of the byte layers and those of the middle."""
+    layers = [block.attention for block in (*model.down, *model.up, *model.middle)]
+    for attention in layers:
+        attention.attend = Cache(attention)
+    try:
+        found = [attention.attend for attention in layers]
+        yield found[: len(found) - len(model.middle)], found[len(found) - len(model.middle) :]
+    finally:
+        for attention in layers:
+            del attention.attend  # the class's own is there again
+
+
+@torch.no_grad()
+def generate(model, x, max_new_bytes, temperature=1.0, top_k=None):
+    """Continues the prompts x (B, T), x_0 = <bos>, with a model in evaluation mode.
+
+    Yields for every byte after <bos>, the prompt's first: the byte, whether a token ends there,
+    the policy's p, and the byte's negative log-likelihood in nats at temperature 1; all (B,).
+    A byte costs the byte layers one position, and the middle one where a token ends.
+    """
+    if model.config.boundaries != "learned":
+        yield from model.generate(x, max_new_bytes, temperature, top_k)
+        return
+    B, T, w = *x.shape, model.config.policy_window
+    with caches(model) as (byte_caches, token_caches):
+        # the prompt in one parallel pass
+        X = model.encode(x)
+        z = model.policy_terms(X)
+        a = model.boundaries(z, torch.rand(1, B, T).to(x.device))
+        p, a = model.boundary_logits(z, a)[0].sigmoid(), a[0]
+        positions, token = token_positions(a)
+        tokens = model.run(model.middle, select(X, positions), positions)
+        logits = model.decode(X + select(tokens, token))
+        nats = -log_likelihood(logits[:, :-1], x[:, 1:])
+        for i in range(1, T):
+            yield x[:, i], a[:, i], p[:, i], nats[:, i - 1]
+
+        # what a further byte needs: each row's number of tokens, the last one, the last w decisions
+        logits, count = logits[:, -1], a.sum(1)
+        current = select(tokens, count[:, None] - 1)  # (B, 1, D)
+        history = F.pad(a, (w, 0))[:, T:].flip(1).float()  # (B, w): a_{i-1} first
+        for i in range(T, T + max_new_bytes):
+            byte = next_byte(logits, temperature, top_k)
+            nats = F.cross_entropy(logits, byte, reduction="none")
+            model.reserve(i + 1)
+            position = torch.tensor([i], device=x.device)
+            for cache in byte_caches:
+                cache.rows, cache.held = torch.arange(B, device=x.device), position.expand(B)
+            X = model.run(model.down, model.embedding(byte[:, None]), position)  # (B, 1, D)
+            z = model.policy_terms(X)[:, 0]
+            p = (z[:, 0] + (history * z[:, 1:]).sum(1)).sigmoid()
+            a = torch.rand(B).to(p) < p
+            history = torch.cat((a[:, None], history), 1)[:, :w]
+            rows = a.nonzero()[:, 0]
+            if len(rows) > 0:
+                for cache in token_caches:
+                    cache.rows, cache.held = rows, count[rows]
+                current[rows] = model.run(model.middle, X[rows], position)
+                count[rows] += 1
+            Y = model.run(model.up, X + current, position)
+            logits = next_byte_logits(model.norm(Y), model.head)[:, 0]
+            yield byte, a, p, nats
+
+
+# ---- What is shown -----------------------------------------------------------------------------
+
+@torch.no_grad()
+def scored(model, text, device):
+    """Yields (byte, a, p, nats) of a text's bytes, read in rows as long as the training rows."""
+    for start in range(0, len(text), model.config.seq_len):
+        y = torch.tensor([[*text[start : start + model.config.seq_len], BOS]])  # <bos>: no byte
+        x = F.pad(y[:, :-1], (1, 0), value=BOS)
+        u = torch.rand(1, *x.shape)
+        logp, _, l, a = model(x.to(device), y.to(device), u.to(device))
+        yield from zip(x[0, 1:].tolist(), a[0, 0, 1:].tolist(), l[0, 0, 1:].sigmoid().tolist(),
+                       (-logp[0, 0, :-1]).tolist())
 
 
 def characters(stream):
-    """Turns (byte, a, p) into (text, a, p), a character each: a if any of its bytes ends a token, p of its last byte.
-    What is not UTF-8 becomes U+FFFD."""
+    """Turns (byte, a, p) into (text, a, p), a character each.
+
+    a says if any of its bytes ends a token, p is its last byte's. What is no UTF-8 becomes U+FFFD.
+    """
     decoder, ends, p = codecs.getincrementaldecoder("utf-8")("replace"), False, 0.0
     for byte, a, next_p in stream:
         text = decoder.decode(bytes([byte]))
-        own = "" if decoder.getstate()[0] else text[-1]  # what this byte ends; it begins the next character if it has to wait
-        if before := text[: len(text) - len(own)]:  # this byte showed that those before it were no character
+        own = "" if decoder.getstate()[0] else text[-1]  # what this byte ends, if it does
+        if before := text[: len(text) - len(own)]:  # those before it were no character
             yield printable(before), ends, p
             ends = False
         ends, p = ends or a, next_p
@@ -47,198 +159,73 @@ def characters(stream):
 
 
 def as_terminal(stream, colour):
-    """Text with a mark where each token ends, and coloured by p, piece by piece as the stream comes."""
+    """Yields text with a mark where each token ends, coloured by p, as the stream comes."""
     for text, ends, p in characters(stream):
         if colour:
             text = f"\x1b[38;5;{PALETTE[round(p * (len(PALETTE) - 1))]}m{text}\x1b[0m"
         yield text + MARK * ends
 
 
-STYLE = """
-:root { color-scheme: light dark; } body { font: 16px/1.5 sans-serif; margin: 2em auto; max-width: 60em; padding: 0 1em; }
-.text { font: 15px/1.7 monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
-.text > div { content-visibility: auto; contain-intrinsic-size: auto 50em; }
-.text span:is(:focus, :hover) { outline: 2px solid CanvasText; outline-offset: 1px; scroll-margin: 6em; }
-.line::before { content: "⏎"; }
-.end { box-shadow: inset -2px 0 #e00, inset -3px 0 #fff; }
-.end::after { content: "│"; position: absolute; opacity: 0; pointer-events: none; } /* for those who hear the page */
-#told { position: sticky; bottom: 0; padding: .5em 0; border-top: 1px solid; background: Canvas; }
-"""
-SCRIPT = r"""
-const told = document.getElementById("told");
-function cells(chunk) { // a span a character, made when the chunk comes near: a million at once would take seconds
-  const all = chunk?.dataset.of.split(" ");
-  if (all && !chunk.firstElementChild) chunk.replaceChildren(...[...chunk.textContent].map((textContent, i) => {
-    const of = all[i].split(","); // bytes in hex, 100 p, 100 bits, whether a token ends
-    const className = `c${of[1]}${of[3] ? " end" : ""}${textContent == "\n" ? " line" : ""}`;
-    return Object.assign(document.createElement("span"), {textContent, className, of, tabIndex: -1});
-  }));
-  return [...chunk?.children || []];
-}
-function tell({target: {of, textContent}}) {
-  if (of) told.textContent = `${textContent == "\n" ? "⏎" : textContent} \u2002 p = ${(of[1] / 100).toFixed(2)}, bytes `
-    + `${of[0].match(/../g).join(" ")}, ${(of[2] / 100).toFixed(2)} bits${of[3] ? ", a token ends" : ""}`;
-}
-function across(span, lines) { // the character in the same column, or the last before it
-  const {left, top, height} = span.getClientRects()[0], y = top + height / 2 + lines * parseFloat(getComputedStyle(span).lineHeight);
-  for (let x = left + 4, at; x > 0; x -= 4) if ((at = document.elementFromPoint(x, y))?.of) return at;
-}
-const moves = {ArrowRight: span => span.nextSibling || cells(span.parentNode.nextElementSibling)[0], ArrowDown: span => across(span, 1),
-  ArrowLeft: span => span.previousSibling || cells(span.parentNode.previousElementSibling).at(-1), ArrowUp: span => across(span, -1)};
-const near = new IntersectionObserver(seen => seen.forEach(one => one.isIntersecting && cells(one.target)), {rootMargin: "100%"});
-document.querySelectorAll(".text > div").forEach(chunk => near.observe(chunk));
-for (const kind of ["pointerover", "focusin"]) document.addEventListener(kind, tell);
-document.addEventListener("keydown", event => {
-  const {key, target} = event, text = target.closest(".text");
-  if (!text || !moves[key] || event.ctrlKey || event.altKey || event.metaKey) return;
-  event.preventDefault();
-  text.at = target.of ? moves[key](target) || target : text.at || cells(text.firstChild)[0];
-  text.at.focus();
-});
-"""
-CHUNK = 2000  # characters of a page that are laid out together
-
-
-def cell_colours(percent):
-    """Of a cell and of the text in it, #rrggbb: the text's contrast is at least 4.5."""
-    low, high, t = (*CIVIDIS[:2], percent / 50) if percent < 50 else (*CIVIDIS[1:], percent / 50 - 1)
-    return "#" + bytes(round(x + (y - x) * t) for x, y in zip(low, high)).hex(), "#ffffff" if percent < 47 else "#000000"
-
-
-def page(title, body):
-    """An HTML page that needs no other file: legend, body, and the style of spans of class c0 to c100, 100 p, and end."""
-    rules = "".join(".c{} {{ background: {}; color: {}; }}\n".format(percent, *cell_colours(percent)) for percent in range(101))
-    return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
-<style>{STYLE}{rules}</style>
-<h1>{title}</h1>
-<p>probability p of a boundary after the character: 0 <span style="padding: 0 6em; background: linear-gradient(to right,
-{", ".join(cell_colours(i)[0] for i in (0, 50, 100))})"></span>&nbsp;1 &emsp; <span class="c50 end">&nbsp;</span> a token ends here</p>
-{body}
-</html>
-"""
-
-
-def as_html(texts):
-    """A page of texts, each (heading, [(byte, a, p, nats)]): the colour is p; a character that is pointed at tells p, bytes and bits."""
-    blocks = []
-    for heading, steps in texts:
-        chunks, first, heading = [[]], 0, html.escape(printable(heading))
-        for text, ends, last in characters((byte, a, i) for i, (byte, a, *_) in enumerate(steps)):  # in p's place the byte's number
-            own, before = steps[first : last + 1], chunks[-1]
-            first, bits = last + 1, sum(nats for *_, nats in own) / math.log(2)
-            if len(before) >= CHUNK and (before[-1][0] == "\n" or len(before) == 2 * CHUNK):
-                chunks.append([])
-            cell = f"{bytes(byte for byte, *_ in own).hex()},{round(100 * own[-1][2])},{round(100 * bits)}{',1' * ends}"
-            chunks[-1].append((html.escape(text, quote=False), cell))
-        divs = "".join('<div data-of="{1}">{0}</div>'.format("".join(text for text, _ in chunk), " ".join(cell for _, cell in chunk))
-                       for chunk in chunks)
-        blocks.append(f'<h2>{heading}</h2>\n<div class="text" role="application" tabindex="0" aria-label="{heading}: arrow keys go from '
-                      f'character to character">{divs}</div>')
-    hint = "Point at a character, or press Tab and then arrow keys, to see its p, its bytes and the bits that they cost."
-    return page("Token boundaries", f'{"".join(blocks)}<p id="told" role="status">{hint}</p><script>{SCRIPT}</script>')
-
-
-def write(path, text):
-    """Writes a file whole or, if the disk is full, not at all."""
-    Path(f"{path}.part").write_text(text, encoding="utf-8")
-    os.replace(f"{path}.part", path)
-
-
-def generated(model, prompt, options):
-    """Yields (byte, a, p, nats) of the prompt's bytes and of new ones."""
-    x = torch.tensor([[BOS, *prompt]], device=options.device)
-    for step in model.generate(x, options.max_new_bytes, options.temperature, options.top_k):
-        yield tuple(z.item() for z in step)
-
-
-@torch.no_grad()
-def scored(model, text, options):
-    """Yields (byte, a, p, nats) of the text's bytes, read in rows as long as the training rows."""
-    seq_len = model.config.seq_len
-    for start in range(0, len(text), seq_len):
-        y = torch.tensor([list(text[start : start + seq_len])])
-        x = F.pad(y, (1, 0), value=BOS)
-        logits, _, l, a = model(x.to(options.device), u=torch.rand(x.shape).to(options.device))
-        nats = F.cross_entropy(logits[0, :-1], y[0].to(options.device), reduction="none")
-        yield from zip(y[0].tolist(), a[0, 1:].tolist(), l[0, 1:].sigmoid().tolist(), nats.tolist())
-
+# ---- Command line ------------------------------------------------------------------------------
 
 def fail(message):
     print("sample.py:", " ".join(printable(str(message)).split()), file=sys.stderr)
     sys.exit(2)
 
 
-def positive(text):
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return int(text)
-
-
-def temperature(text):
-    if float(text) != 0 and not 0.001 <= float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is neither 0 nor a number from 0.001 on")
-    return float(text)
+def number(kind, low, text):
+    value = kind(text)
+    if not (value == 0 and kind is float or low <= value < math.inf):
+        raise argparse.ArgumentTypeError(f"{text} is not at least {low}")
+    return value
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail
-    add = parser.add_argument
+    add, count = parser.add_argument, partial(number, int, 1)
     add("--out_dir", default="out", help="where train.py left ckpt.pt (%(default)s)")
     add("--start", default="", help="the text to continue")
-    add("--num_samples", type=positive, default=1, help="texts to generate (%(default)s)")
-    add("--max_new_bytes", type=positive, default=300, help="length of each (%(default)s)")
-    add("--temperature", type=temperature, default=0.8, help="below 1: likelier bytes; 0: the likeliest (%(default)s)")
-    add("--top_k", type=positive, default=50, help="choose among so many bytes (%(default)s)")
-    add("--score", metavar="FILE", help="show the boundaries of this text instead of generating")
-    add("--html", metavar="FILE", help="write a page as well")
+    add("--score", metavar="FILE", help="show the boundaries of this text instead")
+    add("--num_samples", type=count, default=1, help="texts to generate (%(default)s)")
+    add("--max_new_bytes", type=count, default=300, help="length of each (%(default)s)")
+    add("--temperature", type=partial(number, float, 0.001), default=0.8,
+        help="below 1: likelier bytes; 0: the likeliest (%(default)s)")
+    add("--top_k", type=count, default=50, help="choose among so many bytes (%(default)s)")
     add("--seed", type=int, default=1337)
-    add("--device", default="cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu",
-        help="(%(default)s)")
+    add("--device", default=device, help="cpu, cuda or mps (%(default)s)")
     options = parser.parse_args(argv)
 
     try:
-        model = load_checkpoint(Path(options.out_dir, "ckpt.pt"))[0].to(options.device)
-        texts = [Path(options.score).read_bytes()] if options.score else [os.fsencode(options.start)] * options.num_samples
-        if options.html:
-            open(options.html, "a").close()  # before the work, not after it
-    except (OSError, ValueError, RuntimeError, AssertionError, ImportError) as error:  # the last three: no such device
-        fail(str(error).splitlines()[0])
-    if options.score and not texts[0]:
+        path = Path(options.out_dir).expanduser() / "ckpt.pt"
+        model = load_checkpoint(path)[0].to(options.device)
+        text = Path(options.score).expanduser().read_bytes() if options.score else None
+    except (OSError, ValueError, RuntimeError, AssertionError, ImportError) as error:
+        fail(str(error).splitlines()[0])  # the last three: no such device
+    if text == b"":
         fail(f"--score={options.score} is an empty file")
     torch.manual_seed(options.seed % 2**64)
+    prompt = torch.tensor([[BOS, *os.fsencode(options.start)]], device=options.device)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    run = scored if options.score else generated
+    steps, started = [], time.perf_counter()
 
-    def show(piece):
-        try:
+    def noted(stream):
+        for byte, a, p, nats in stream:
+            steps.append((int(a), float(nats)))
+            yield int(byte), bool(a), float(p)
+
+    for _ in range(1 if options.score else options.num_samples):
+        stream = scored(model, text, options.device) if options.score else generate(
+            model, prompt, options.max_new_bytes, options.temperature, options.top_k)
+        for piece in as_terminal(noted(stream), colour):
             print(piece, end="", flush=True)
-        except BrokenPipeError:  # the reader, `head` say, has seen enough; a page is made all the same
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            if not options.html:
-                sys.exit()
-
-    shown, started = [], time.perf_counter()
-    for text in texts:
-        shown.append([])
-
-        def stream():
-            for byte, a, p, nats in run(model, text, options):
-                shown[-1].append((byte, a, p, nats))
-                yield byte, a, p
-
-        for piece in as_terminal(stream(), colour):
-            show(piece)
-        show("\n" + "-" * 80 + "\n")
-    seconds = time.perf_counter() - started
-    steps = [step for text in shown for step in text]
-    tokens = sum(a for _, a, _, _ in steps)
-    bits = sum(nats for *_, nats in steps) / math.log(2)
-    show(f"{len(steps)} bytes, {tokens} tokens, {len(steps) / max(tokens, 1):.2f} bytes per token, "
-         f"{bits / len(steps):.3f} bits per byte, {len(steps) / seconds:.0f} bytes per second\n")
-    if options.html:
-        write(options.html, as_html([(options.score or f"sample {i}", text) for i, text in enumerate(shown, 1)]))
+        print("\n" + "-" * 80)
+    seconds, (tokens, nats) = time.perf_counter() - started, map(sum, zip(*steps))
+    n = len(steps)
+    print(f"{n} bytes, {tokens} tokens, {n / max(tokens, 1):.2f} bytes per token, "
+          f"{nats / math.log(2) / n:.3f} bits per byte, {n / seconds:.0f} bytes per second")
 
 
 if __name__ == "__main__":
@@ -247,5 +234,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit(130)
-    except OSError as error:  # no vocabulary for --boundaries=bpe
-        fail(error)
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

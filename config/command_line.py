@@ -1,16 +1,9 @@
-"""
-Reads train.py's command line and configuration files, and checks what they say.
-
-A configuration file is a Python program. What it assigns at its top level, `name = value`, must be hyperparameters, so that a misspelt one
-is noticed; its modules, functions, loop variables and names that begin with _ are its own.
-"""
-import ast
-import difflib
-import math
+"""Reads train.py's command line and configuration files, and checks what they say."""
 import os
+import runpy
 import sys
+from difflib import get_close_matches as nearest
 from fractions import Fraction
-from pathlib import Path
 
 from prepare import printable
 
@@ -24,17 +17,17 @@ def fail(message):
 
 
 def parse(key, value, defaults):
-    """A hyperparameter's value, from a flag's text or a configuration file, in the type of its default."""
+    """A hyperparameter's value, from a flag's text or a file, in the type of its default."""
     if key not in defaults:
-        fail(f"unknown hyperparameter '{key}'; the nearest is '{difflib.get_close_matches(key, defaults, 1, 0)[0]}'")
+        fail(f"unknown hyperparameter '{key}'; the nearest is '{nearest(key, defaults, 1, 0)[0]}'")
     kind = type(defaults[key])
     try:
         if kind is bool:
             return {"True": True, "False": False}[str(value)]
         if kind is str and isinstance(value, str):
-            return value
+            return os.path.expanduser(value)  # of no effect but on paths
         text = str(value)  # 6e9 and 1/5 as well; whole numbers exactly
-        number = Fraction(text) if "/" in text or text.isdecimal() else Fraction(float(text))
+        number = Fraction(text if "/" in text or text.isdecimal() else float(text))
         if kind is str or kind is int and number.denominator != 1:
             raise ValueError
         return kind(number)
@@ -42,66 +35,56 @@ def parse(key, value, defaults):
         fail(f"{key}={value!r} is no {kind.__name__}; the default is {defaults[key]!r}")
 
 
-def read_file(path, defaults):
-    """The hyperparameters that a configuration file sets, and whatever else it assigns at its top level."""
+def read_file(path):
+    """What a configuration file assigns, but for modules, functions, classes and names with _."""
     try:
-        text, values = Path(path).read_text(encoding="utf-8-sig"), {"__file__": path}
-        exec(compile(text, path, "exec"), values)
-    except (Exception, SystemExit) as error:  # it is a program
+        names = runpy.run_path(path) if path.endswith(".py") else {}
+    except (Exception, SystemExit) as error:
         fail(f"cannot read the configuration file '{path}': {error}")
-    assigned = [node for node in ast.parse(text).body if isinstance(node, (ast.Assign, ast.AnnAssign))]
-    targets = [node for one in assigned for target in getattr(one, "targets", None) or [one.target] for node in ast.walk(target)]
-    names = {node.id for node in targets if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)} | defaults.keys()
-    return {name: value for name, value in values.items() if name in names and not name.startswith("_")}
+    assigned = {k: v for k, v in names.items() if k[0] != "_" and not hasattr(v, "__name__")}
+    return assigned or fail(f"'{path}' is no .py file that assigns hyperparameters: name = value")
 
 
 def read_command_line(argv, defaults, usage=""):
     """The hyperparameters that configuration files and flags set, the later over the earlier."""
-    chosen = {}
-    if "--help" in argv:
-        print(usage + "\nThe hyperparameters, with a line of meaning each, are at the top of train.py.")
+    if {"-h", "--help"} & {*argv}:
+        print(f"{usage}\nThe hyperparameters, each with its meaning, are at the top of train.py.")
         sys.exit()
+    chosen = {}
     for argument in argv:
-        if not argument.startswith("--"):
-            chosen |= {key: parse(key, value, defaults) for key, value in read_file(argument, defaults).items()}
-        elif "=" in argument:
-            key, value = argument[2:].split("=", 1)
-            chosen[key] = parse(key, value, defaults)
-        else:
+        key, equals, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--") and not equals:
             fail(f"'{argument}' has no value; write {argument}=...")
+        found = {key: value} if argument.startswith("--") else read_file(argument)
+        chosen |= {key: parse(key, value, defaults) for key, value in found.items()}
     return chosen
 
 
 def check(h):
-    """Ends the program with one line for a hyperparameter, or a combination of some, that cannot run."""
+    """Ends the program for a hyperparameter, or a combination of some, that cannot run."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if not 0 <= rank < world or world > 1 and "MASTER_ADDR" not in os.environ:
-        fail(f"RANK={rank} and WORLD_SIZE={world} are set, but not by torchrun, which sets both; without it they are to be unset")
-    for low, high, keys in (
-            (1, 2**20, "seq_len embedding_dim num_heads attention_window num_draws effective_batch_size batch_size eval_rows"),
-            (0, 1000, "n_down_layers n_mid_layers n_up_layers"),
-            (0, 12, "policy_window"),  # the draw costs 2^policy_window a byte
+        fail(f"RANK={rank} and WORLD_SIZE={world} are not torchrun's, which sets both; unset them")
+    for low, high, keys in (  # of policy_window, since the draw costs 2^policy_window a byte
+            (1, 2**20, "seq_len embedding_dim num_heads attention_window num_draws eval_rows"),
+            (1, 2**20, "effective_batch_size batch_size"), (0, 12, "policy_window"),
+            (0, 1000, "n_down_layers n_mid_layers n_up_layers"), (0, 1, "gamma"),
             (1, 2**63, "training_bytes policy_interval log_interval eval_interval"),
-            (0, 2**63, "warmup_bytes policy_start_bytes seed"),
-            (1e-9, math.inf, "learning_rate grad_clip policy_scale policy_softcap"),
-            (0, math.inf, "weight_decay lambda_early"),
-            (0, 1, "gamma")):
+            (0, 2**63, "warmup_bytes policy_start_bytes seed weight_decay lambda_early"),
+            (1e-9, 1e99, "learning_rate grad_clip policy_scale policy_softcap")):
         for key in keys.split():
             if not low <= getattr(h, key) <= high:
                 fail(f"{key}={getattr(h, key)} is not within {low} and {high}")
     if h.embedding_dim % (2 * h.num_heads):
         fail(f"embedding_dim={h.embedding_dim} is no multiple of 2 * num_heads={2 * h.num_heads}")
     if h.effective_batch_size % (h.batch_size * world):
-        fail(f"effective_batch_size={h.effective_batch_size} is no multiple of batch_size={h.batch_size} times {world} processes")
-    if not 0.5 < h.downsample_rate_target * h.seq_len < h.seq_len:
-        fail(f"downsample_rate_target={h.downsample_rate_target} is not between 0 and 1, or gives a row of {h.seq_len} bytes no token")
-    if h.boundaries == "learned" and h.num_draws == 1 and h.batch_size * world == 1:
-        fail("num_draws=1 compares a row's draw with those of other rows (eq. 17), but batch_size=1 and one process leave none; "
-             "take --num_draws=2 or a larger batch_size")
-    if h.boundaries == "bpe" and h.seq_len % 8:
-        fail(f"seq_len={h.seq_len} is no multiple of 8, which --boundaries=bpe needs")
+        fail(f"effective_batch_size={h.effective_batch_size} is no multiple of batch_size*{world}")
+    if not 0.5 / h.seq_len < h.downsample_rate_target < 1:  # a row has a token
+        fail(f"downsample_rate_target={h.downsample_rate_target} is not within 0.5 / seq_len and 1")
+    if h.boundaries == "learned" and h.num_draws == h.batch_size * world == 1:
+        fail("num_draws=1 compares draws of several rows (eq. 17); take num_draws=2 or more rows")
     if h.boundaries not in BOUNDARIES and not h.boundaries.endswith(".pt"):
-        fail(f"boundaries={h.boundaries!r} is none of {', '.join(BOUNDARIES)}, nor the path of a checkpoint, which ends in .pt")
-    for key, allowed in (("device", ("auto", "cpu", "cuda", "mps")), ("dtype", ("auto", "float32", "bfloat16", "float16"))):
-        if getattr(h, key) not in allowed:
-            fail(f"{key}={getattr(h, key)!r} is none of {', '.join(allowed)}")
+        fail(f"boundaries={h.boundaries!r} is none of {', '.join(BOUNDARIES)}, nor a path to a .pt")
+    for key, allowed in ("device", "auto cpu cuda mps"), ("dtype", "auto float32 bfloat16 float16"):
+        if getattr(h, key) not in allowed.split():
+            fail(f"{key}={getattr(h, key)!r} is none of {allowed}")

@@ -1,125 +1,115 @@
 """
-Draws the method as one picture: a sentence on its way through a trained model, its boundaries as the model drew them, and the way of
-the reward back to the policy. Text is text, and the colours follow a light or a dark page.
+Draws the method as one picture: a text on its way through a trained model, the boundaries as the
+model drew them, and the reward's way back to the policy.
 
-    python experiments/diagram.py out/ckpt.pt assets/method.svg --text="return self.name + ' is closed'"
+    python experiments/diagram.py out/ckpt.pt assets/method.svg --text="return self.name"
 """
-import argparse
 import html
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from model import BOS, load_checkpoint
-from train import discounted_return, log_likelihood
+from experiments.compare import fail, parser_of
+from experiments.page import write
+from model import load_checkpoint
+from train import discounted_return, inputs_and_targets
 
-LEFT, CELL, RIGHT = 118, 21, 190  # of the picture: labels, a byte, the reward
+LEFT, CELL, RIGHT, HEIGHT = 118, 21, 190, 440  # pixels: labels, a byte, the reward; the picture
 STYLE = """
-svg { font: 13px ui-sans-serif, sans-serif; --ink: #1f2328; --faint: #6b7280; --paper: #ffffff; --layer: #dbe7f6; --token: #fbe3a5;
-      --back: #b42318 }
-@media (prefers-color-scheme: dark) {
-  svg { --ink: #e6edf3; --faint: #9aa4b0; --paper: #0d1117; --layer: #1d3350; --token: #6b4f10; --back: #ff8a7a } }
-text { fill: var(--ink) } .faint { fill: var(--faint) }
-.mono { font-family: ui-monospace, monospace; text-anchor: middle } .mid { text-anchor: middle }
-.back { fill: var(--back) } .layer { fill: var(--layer) } .token { fill: var(--token) } line, path { stroke: var(--faint); fill: none }
-.draw { stroke: var(--ink); fill: none } .ends { stroke: var(--ink); fill: var(--ink) }
-.reward { stroke: var(--back); stroke-width: 2 } .bar { fill: var(--faint) }
+svg { font: 13px ui-sans-serif, sans-serif; --ink: #1f2328; --faint: #6b7280; --paper: #ffffff;
+  --layer: #dbe7f6; --token: #fbe3a5; --reward: #b42318 }
+@media (prefers-color-scheme: dark) { svg { --ink: #e6edf3; --faint: #9aa4b0; --paper: #0d1117;
+  --layer: #1d3350; --token: #6b4f10; --reward: #ff8a7a } }
+.paper { fill: var(--paper) } .layer { fill: var(--layer) } .token { fill: var(--token) }
+text, .end { fill: var(--ink) } .faint, .bar { fill: var(--faint) } .reward { fill: var(--reward) }
+.small { font-size: 11px } .mid, .byte, .bos { text-anchor: middle }
+.byte, .bos { font-family: monospace } .bos { font-size: 10px; fill: var(--faint) }
+.way { stroke: var(--faint); fill: none } .inside { stroke: var(--ink); fill: none }
+.back { stroke: var(--reward); stroke-width: 2; fill: none }
 """
+LABELS = ((30, "bytes", "x"), (66, "encoder", "X, eq. 1"), (104, "policy", "p, a, eq. 2, 19-23"),
+          (139, "second draw", "forward only"), (180, "select", "X', eq. 3, 7-8"),
+          (222, "middle", "large; Y', eq. 4"), (266, "upsample", "Y = X + Y', eq. 5, 9"),
+          (308, "decoder", "eq. 6"), (350, "next byte", "R = log p, eq. 15"))
 
 
 @torch.no_grad()
 def two_draws(model, text, gamma):
-    """Of two draws a (2, N) bool, log p of each next byte (2, N) and the return G_1 (2,)."""
-    y = torch.tensor([list(text)])
-    x = torch.cat((torch.tensor([[BOS]]), y[:, :-1]), 1)
-    logits, _, _, a = model.train()(x, u=torch.rand(2, *x.shape))  # drawn as in training, which keeps exploring
-    logp = torch.stack([log_likelihood(z, y)[0] for z in logits])
-    return a[:, 0].tolist(), logp.tolist(), discounted_return(logp, gamma)[:, 1].tolist()
+    """Two draws a (2, N) bool of a text, log p of each next byte (2, N), and G_1 (2,) in nats."""
+    x, y = inputs_and_targets(np.array([list(text.encode("ascii"))], np.uint8))
+    torch.manual_seed(1337)
+    model.train()  # draws as in training: the soft-cap keeps exploring
+    logp, _, _, a = model(x, y, torch.rand(2, *x.shape))
+    return a[:, 0], logp[:, 0], discounted_return(logp[:, 0], gamma)[:, 1]
 
 
-def draw(text, a, logp, G):
-    """The picture, an SVG. Position i has read the bytes before text[i], <bos> first, and predicts text[i]."""
-    N, shapes = len(text), []
-    x = [LEFT + CELL * (i + 0.5) for i in range(N)]
-    right = LEFT + CELL * N
-    tokens = [i for i in range(N) if a[0][i]]
-    token_x = [LEFT + (right - LEFT) * (k + 0.5) / len(tokens) for k in range(len(tokens))]
+def words(x, y, content, kind):
+    content = html.escape({" ": "␣", "\n": "⏎"}.get(content, content))
+    return f'<text x="{x:g}" y="{y}" class="{kind}">{content}</text>'
 
-    def add(tag, content=None, **attributes):
-        listed = "".join(f' {key.rstrip("_").replace("_", "-")}="{round(v, 1) if isinstance(v, float) else v}"' for key, v in attributes.items())
-        shapes.append(f"<{tag}{listed}/>" if content is None else f"<{tag}{listed}>{html.escape(content)}</{tag}>")
 
-    def label(y, name, symbol):
-        add("text", name, x=8, y=y)
-        add("text", symbol, x=8, y=y + 15, class_="faint", font_size=11)
-
-    def layer(y, height, words):
-        add("rect", x=LEFT, y=y, width=right - LEFT, height=height, rx=6, class_="layer")
-        add("text", words, x=(LEFT + right) / 2, y=y + height / 2 + 5, class_="mid")
-
-    label(30, "bytes", "x")
-    add("text", "bos", x=x[0], y=36, class_="mono faint", font_size=10)
-    for i in range(1, N):
-        add("text", {" ": "␣", "\n": "⏎"}.get(text[i - 1], text[i - 1]), x=x[i], y=36, class_="mono")
-    layer(52, 30, "encoder: byte layers that see a few bytes back")
-    label(66, "encoder", "X, eq. 1")
-    label(106, "policy", "p, a, eq. 2, 19-23")
-    label(138, "second draw", "forward only")
-    for k, y in (0, 108), (1, 138):
-        for i in range(N):
-            add("circle", cx=x[i], cy=y, r=6.5 if a[k][i] else 2.5, class_="ends" if a[k][i] else "draw", opacity=1.0 if k == 0 else 0.5)
-    label(186, "select", "X', eq. 3, 7-8")
-    for i, there in zip(tokens, token_x):
-        add("path", d=f"M{x[i]:.1f} 116 C{x[i]:.1f} 165 {there:.1f} 155 {there:.1f} 200")
-    layer(200, 44, "")
-    label(216, "middle", "big, and sees")
-    add("text", "all tokens; Y', eq. 4", x=8, y=246, class_="faint", font_size=11)
-    ends = [*tokens[1:], N]
-    for k, (i, end, there) in enumerate(zip(tokens, ends, token_x)):
-        add("rect", x=there - 13, y=208, width=26, height=28, rx=5, class_="token")
-        low, high = LEFT + CELL * i, LEFT + CELL * end
-        add("path", d=f"M{there - 9:.1f} 244 L{low + 2:.1f} 292 L{high - 2:.1f} 292 L{there + 9:.1f} 244", class_="token", opacity=0.55)
-    label(276, "upsample", "Y = X + Y', eq. 5, 9")
-    layer(294, 30, "decoder: byte layers")
-    label(308, "decoder", "eq. 6")
-    label(352, "next byte", "R = log p, eq. 15")
+def picture(text, a, logp, G):
+    """The SVG; position i has read the bytes before text[i], <bos> first, and predicts text[i]."""
+    N, right = len(text), LEFT + CELL * len(text)
+    middle, x = (LEFT + right) / 2, [LEFT + CELL * (i + 0.5) for i in range(N)]
+    drawn = [words(8, y, name, "") + words(8, y + 15, symbol, "small faint")
+             for y, name, symbol in LABELS]
+    for y, height, content in ((52, 30, "byte layers that see a few bytes back"), (202, 44, ""),
+                               (294, 30, "byte layers")):
+        drawn += [f'<rect class="layer" x="{LEFT}" y="{y}" width="{right - LEFT}" '
+                  f'height="{height}" rx="6"/>', words(middle, y + 20, content, "mid")]
     for i in range(N):
-        add("text", {" ": "␣", "\n": "⏎"}.get(text[i], text[i]), x=x[i], y=346, class_="mono")
-        add("rect", x=x[i] - 7, y=354, width=14, height=max(1.0, min(40.0, -7 * logp[0][i])), class_="bar")
-    add("text", "bars: what a byte cost, -log p", x=(LEFT + right) / 2, y=410, class_="mid faint", font_size=11)
-    add("path", d=f"M{right + 6} 372 C{right + 70} 372 {right + 70} 300 {right + 70} 262", class_="reward")
-    add("path", d=f"M{right + 70} 176 C{right + 70} 120 {right + 50} 108 {right + 8} 108", class_="reward", marker_end="url(#head)")
-    for row, words in enumerate((f"draw 1: G = {G[0]:.1f} nats", f"draw 2: G = {G[1]:.1f} nats", f"A = {G[0] - G[1]:+.1f}, eq. 16",
-                                 "make draw 1 " + ("likelier" if G[0] > G[1] else "less likely"), "-log pi(a) A, eq. 18")):
-        add("text", words, x=right + 24, y=192 + 16 * row, class_="back" if row > 1 else "")
-    add("text", "no gradient passes the draw; the reward weighs its log-probability instead",
-        x=right - 4, y=426, class_="back", text_anchor="end", font_size=11)
-    width = right + RIGHT
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 436" role="img" aria-label="The method, from bytes to the reward">'
-            f"<style>{STYLE}</style><defs><marker id=\"head\" viewBox=\"0 0 8 8\" refX=\"7\" refY=\"4\" markerWidth=\"5\" markerHeight=\"5\" "
-            f'orient="auto"><path d="M0 0 L8 4 L0 8 Z" style="fill:var(--back);stroke:none"/></marker></defs>'
-            f'<rect width="{width}" height="436" style="fill:var(--paper)"/>' + "\n".join(shapes) + "</svg>\n")
+        drawn += [words(x[i], 36, text[i - 1] if i else "bos", "byte" if i else "bos"),
+                  words(x[i], 346, text[i], "byte"),
+                  f'<rect x="{x[i] - 7}" y="354" width="14" class="bar" '
+                  f'height="{min(40, max(1, -7 * logp[0, i])):.1f}"/>']
+        for draw, y, opacity in (a[0], 106, 1), (a[1], 140, 0.5):
+            kind = 'class="end" r="6.5"' if draw[i] else 'class="inside" r="2.5"'
+            drawn += [f'<circle cx="{x[i]}" cy="{y}" opacity="{opacity}" {kind}/>']
+
+    ends = a[0].nonzero()[:, 0].tolist()
+    for k, (i, after) in enumerate(zip(ends, [*ends[1:], N])):  # a token is read from i to after
+        at = round(LEFT + (right - LEFT) * (k + 0.5) / len(ends))
+        drawn += [f'<path class="way" d="M{x[i]} 114C{x[i]} 165 {at} 155 {at} 208"/>',
+                  f'<rect class="token" x="{at - 13}" y="210" width="26" height="28" rx="5"/>',
+                  f'<path class="token" opacity=".55" d="M{at - 9} 246L{LEFT + CELL * i + 2} 292'
+                  f'H{LEFT + CELL * after - 2}L{at + 9} 246"/>']
+
+    A = (G[0] - G[1]).item()
+    for y, content, kind in (
+            (190, "return G, eq. 16, in nats", ""), (206, f"draw 1: {G[0]:.1f}", ""),
+            (222, f"draw 2: {G[1]:.1f}", ""), (238, f"A = G1 - G2 = {A:+.1f}", "reward"),
+            (254, f"make draw 1 {'likelier' if A > 0 else 'less likely'}:", "reward"),
+            (270, "-log pi(a) A, eq. 18", "reward")):
+        drawn += [words(right + 24, y, content, kind)]
+    drawn += [f'<path class="back" d="M{right + 6} 372q64 0 64 -94m0 -104q0 -68 -54 -68"/>',
+              f'<path class="reward" d="M{right + 6} 106l12 -5v10z"/>',
+              words(middle, 412, "bars: what a byte cost, -log p", "mid small faint"),
+              words(middle, 430, "no gradient passes the draw; "
+                    "the reward weighs its log-probability instead", "mid small reward")]
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right + RIGHT} {HEIGHT}" '
+            'role="img" aria-label="The method, from bytes to the reward">'
+            f'<style>{STYLE}</style><rect width="100%" height="100%" class="paper"/>\n'
+            + "\n".join(drawn) + "</svg>\n")
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: sys.exit(f"diagram.py: {message}")
+    parser = parser_of(__doc__)
     parser.add_argument("checkpoint")
-    parser.add_argument("picture", type=Path)
+    parser.add_argument("picture")
     parser.add_argument("--text", default="return self.name + ' is closed'")
-    parser.add_argument("--seed", type=int, default=1337, help="of the draws")
     options = parser.parse_args(argv)
     try:
         model, saved = load_checkpoint(options.checkpoint)
-        if model.config.boundaries != "learned" or len(options.text) < 2:
-            raise ValueError(f"{options.checkpoint} has to hold a model of learned boundaries, and --text={options.text!r} two characters")
-        torch.manual_seed(options.seed % 2**64)
-        a, logp, G = two_draws(model, options.text.encode("ascii"), saved["config"]["gamma"])
-        options.picture.write_text(draw(options.text, a, logp, G), encoding="utf-8")
+        if saved["config"]["boundaries"] != "learned" or len(options.text) < 2:
+            raise ValueError("the checkpoint has to have learned boundaries, the text two bytes")
+        draws = two_draws(model, options.text, saved["config"]["gamma"])
+        write(options.picture, picture(options.text, *draws))
     except (OSError, ValueError) as error:
-        sys.exit(f"diagram.py: {error}")
+        fail(error)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-TINY = ["--seq_len=32", "--embedding_dim=16", "--num_heads=2", "--n_down_layers=1", "--n_mid_layers=1", "--n_up_layers=1",
-        "--attention_window=8", "--effective_batch_size=4", "--batch_size=4", "--log_interval=1", "--eval_interval=4",
-        "--eval_rows=8", "--policy_start_bytes=0", "--compile=False", "--device=cpu", "--dtype=float32"]
+TINY = ["--seq_len=32", "--embedding_dim=16", "--num_heads=2", "--attention_window=8",
+        "--n_down_layers=1", "--n_mid_layers=1", "--n_up_layers=1", "--policy_start_bytes=0",
+        "--effective_batch_size=4", "--batch_size=4", "--log_interval=1", "--eval_interval=4",
+        "--eval_rows=8", "--compile=False", "--device=cpu", "--dtype=float32"]
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with Ctrl-C ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C
 
 
 @pytest.fixture(scope="session")
@@ -19,8 +20,10 @@ def data(tmp_path_factory):
     """A folder of byte shards."""
     folder = tmp_path_factory.mktemp("data")
     for i in range(40):
-        (folder / f"{i}.txt").write_text(f"{i} the quick brown fox jumps over the lazy dog\n" * 6)
-    run("prepare.py", "--dataset=files", "--input", str(folder), "--seq_len=64", "--val_fraction=0.2", f"--out_dir={folder}/shards")
+        text = f"{i} the quick brown fox jumps over the lazy dog\n" * 6
+        (folder / f"{i}.txt").write_text(text)
+    run("prepare.py", "--dataset=files", "--input", str(folder), "--seq_len=64",
+        "--val_fraction=0.2", f"--out_dir={folder}/shards")
     return folder / "shards"
 
 
@@ -43,6 +46,7 @@ def as_before():
 
 def run(*command, code=0):
     """Runs a program of the repository; returns what it printed on stdout and on stderr."""
-    done = subprocess.run([sys.executable, ROOT / command[0], *command[1:]], capture_output=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, ROOT / command[0], *command[1:]],
+                          capture_output=True, cwd=ROOT)
     assert done.returncode == code, done.stderr.decode()
     return done.stdout.decode(), done.stderr.decode()

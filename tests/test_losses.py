@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import train
-from test_model import small_model, some_bytes
+from test_model import small_model, some_bytes, uniforms_for
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 0.99, 1.0])
@@ -22,103 +22,101 @@ def test_the_discounted_return_of_a_long_row_stays_finite(gamma):
     assert G[0, 0].item() == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("start, direction", [(0.4, -1), (0.05, 1)])
-def test_the_target_loss_pushes_the_rate_to_the_target(start, direction):
-    l = torch.full((2, 8), start).logit().requires_grad_()
-    train.target_loss(l, 0.2, l.detach().sigmoid().mean()).backward()
-    assert torch.equal((-l.grad).sign(), torch.full((2, 8), float(direction)))
-    torch.testing.assert_close(l.grad, l.grad[0, 0].expand(2, 8))  # even pressure on all logits
+@pytest.mark.parametrize("p, direction", [(0.4, -1), (0.05, 1)])
+def test_the_target_loss_pushes_all_logits_alike_to_the_target(p, direction):
+    l = torch.full((2, 3, 8), p).logit().requires_grad_()
+    train.target_loss(l, 0.2).backward()
+    torch.testing.assert_close(-l.grad, torch.full((2, 3, 8), direction * abs(p - 0.2) / l.numel()))
 
 
-def test_the_advantage_is_the_return_less_the_batchs_mean_at_each_position():
-    torch.manual_seed(0)
-    logits, early_logits, l = torch.randn(3, 6, 257), torch.randn(3, 6, 257), torch.randn(3, 6)
-    a, y = torch.rand(3, 6) < 0.5, torch.randint(0, 256, (3, 6))
-    L_auto, L_early, L_pi, L_tgt = train.losses(logits, early_logits, l, a, y, 0.9, 0.2)
-    logp = lambda z, b, i: z[b, i, y[b, i]] - z[b, i].logsumexp(0)
-    G = torch.tensor([[sum(0.9 ** (k - i) * (logp(logits, b, k) - logp(early_logits, b, k)) for k in range(i, 6)) for i in range(6)]
-                      for b in range(3)])
-    log_pi = torch.where(a, l.sigmoid(), 1 - l.sigmoid()).log()
-    expected = sum(-log_pi[b, i] * (G[b, i] - G[:, i].mean()) for b in range(3) for i in range(1, 6)) / 18
-    torch.testing.assert_close(L_pi, expected)
-    torch.testing.assert_close(L_auto, -sum(logp(logits, b, i) for b in range(3) for i in range(6)) / 18)
-    torch.testing.assert_close(L_early, -sum(logp(early_logits, b, i) for b in range(3) for i in range(6)) / 18)
-    torch.testing.assert_close(L_tgt, l.mean() * (l.sigmoid().mean() - 0.2))
+def test_with_one_draw_the_advantage_is_the_return_less_the_rows_mean_at_each_position():
+    G = torch.randn(1, 3, 6)
+    means = [sum(G[0, b, i] for b in range(3)) / 3 for i in range(6)]
+    torch.testing.assert_close(train.advantage(G), G - torch.stack(means))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The gradient. A row of 5 bytes has 2^4 boundary sequences (the first is forced), so the expected loss, and the mean of
-# the estimator, are sums of 16 terms (or 16^2, for a batch of two rows): exact, with no Monte Carlo error to allow for.
+def test_the_policy_loss_is_the_mean_of_log_pi_times_advantage_without_position_0():
+    l, A = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
+    a = torch.rand(2, 3, 6) < 0.5
+    total = 0
+    for k, b, i in itertools.product(range(2), range(3), range(1, 6)):
+        p = l[k, b, i].sigmoid()
+        total = total - (p if a[k, b, i] else 1 - p).log() * A[k, b, i]
+    torch.testing.assert_close(train.policy_loss(l, a, A), total / 36)
+
+
+# ---- The gradient. A row of 5 bytes has 2^4 boundary sequences: the first decision is forced. So
+# the expected loss and the estimator's mean are sums of 16 terms, or 16^2, exact, without noise.
 
 N = 5
-SEQUENCES = torch.tensor([(1, *rest) for rest in itertools.product((0, 1), repeat=N - 1)], dtype=torch.bool)
+SEQUENCES = torch.tensor([(1, *rest) for rest in itertools.product((0, 1), repeat=N - 1)]).bool()
 
 
 def everything(model):
-    """log p, early log p, l and pi(a) of all 16 boundary sequences of one row."""
-    row = some_bytes(1, N + 1)
-    x, y = row[:, :-1].expand(16, -1), row[:, 1:].expand(16, -1)
-    logits, early_logits, l, a = model(x, SEQUENCES)
-    log_pi = torch.where(SEQUENCES, F.logsigmoid(l), F.logsigmoid(-l))[:, 1:].sum(1)
-    return logits, early_logits, l, a, y, log_pi
+    """log p, early log p, l and log pi(a) of all 16 boundary sequences of one row."""
+    x, y = (z.expand(16, -1) for z in some_bytes(1, N))
+    logp, early_logp, l, a = model(x, y, uniforms_for(SEQUENCES[None]))
+    assert torch.equal(a[0], SEQUENCES)
+    log_pi = torch.where(SEQUENCES, F.logsigmoid(l[0]), F.logsigmoid(-l[0]))[:, 1:].sum(1)
+    return logp[0], early_logp, l[0], log_pi
 
 
 def gradient(model, value):
-    grads = torch.autograd.grad(value, list(model.parameters()), retain_graph=True, allow_unused=True)
-    return torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten() for g, p in zip(grads, model.parameters())])
+    parameters = list(model.parameters())
+    grads = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
+    grads = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, parameters)]
+    return torch.cat([g.flatten() for g in grads])
 
 
 @pytest.mark.parametrize("baseline", ["none", "early exit", "early exit and batch mean"])
 def test_the_estimators_mean_is_the_gradient_of_the_expected_loss(baseline):
     model = small_model().train()
-    logits, early_logits, l, a, y, log_pi = everything(model)
-    logp, early_logp = train.log_likelihood(logits, y), train.log_likelihood(early_logits, y)
+    logp, early_logp, l, log_pi = everything(model)
     pi = log_pi.exp()
     assert pi.sum().item() == pytest.approx(1, abs=1e-5)
     exact = gradient(model, (pi * -logp.mean(1)).sum())
-    through_bytes = gradient(model, (pi.detach() * -logp.mean(1)).sum())  # the expectation of L_auto's own gradient
+    through_bytes = gradient(model, (pi.detach() * -logp.mean(1)).sum())  # L_auto's own gradient
     policy_part = exact - through_bytes
     assert policy_part.norm() > 1e-3  # there is something to estimate
 
-    estimate = 0
-    if baseline == "early exit and batch mean":  # the batch mean holds the row itself, which costs it 1/B
+    R = (logp - (0 if baseline == "none" else early_logp)).detach()
+    G, estimate = train.discounted_return(R, 1.0), 0
+    if baseline == "early exit and batch mean":  # the mean holds the row itself: a factor 1 - 1/B
         for i, j in itertools.product(range(16), repeat=2):
-            two = [i, j]
-            L_pi = train.losses(logits[two], early_logits[two], l[two], a[two], y[two], gamma=1.0, target=0.2)[2]
+            A = train.advantage(G[None, [i, j]])
+            L_pi = train.policy_loss(l[None, [i, j]], SEQUENCES[None, [i, j]], A)
             estimate = estimate + (pi[i] * pi[j]).detach() * L_pi
-        policy_part = policy_part * (2 - 1) / 2
+        policy_part = policy_part / 2
     else:
-        R = logp - early_logp if baseline == "early exit" else logp
         for i in range(16):
-            G = train.discounted_return(R[i : i + 1].detach(), 1.0)
-            estimate = estimate + pi[i].detach() * train.policy_loss(l[i : i + 1], a[i : i + 1], G)
-    torch.testing.assert_close(gradient(model, estimate), policy_part, atol=2e-6, rtol=1e-3)
+            L_pi = train.policy_loss(l[None, [i]], SEQUENCES[None, [i]], G[None, [i]])
+            estimate = estimate + pi[i].detach() * L_pi
+    assert (gradient(model, estimate) - policy_part).norm() < 1e-4 * policy_part.norm()
 
 
 @pytest.mark.parametrize("K", [2, 3])
 def test_with_k_draws_of_a_row_the_estimators_mean_is_the_whole_gradient(K):
-    """Over all 16^K draws; one row is enough, and no factor (B - 1) / B is left."""
+    """Over all 16^K draws; one row is enough, and no factor 1 - 1/B is left."""
     model = small_model(early_exit=False).train()
-    logits, early_logits, l, a, y, log_pi = everything(model)
-    assert early_logits is None
-    pi, loss = log_pi.exp(), -train.log_likelihood(logits, y).mean(1)
-    policy_part = gradient(model, (pi * loss.detach()).sum())
-    estimate = 0
-    for draws in itertools.product(range(16), repeat=K):
-        some = list(draws)
-        L_auto, _, L_pi, _ = train.losses(logits[some, None], None, l[some, None], a[some, None], y[:1], gamma=1.0, target=0.2)
-        torch.testing.assert_close(L_auto, loss[some[0]])  # the first draw teaches the language model
-        estimate = estimate + pi[some].detach().prod() * L_pi
+    logp, early_logp, l, log_pi = everything(model)
+    assert not early_logp.any()
+    pi, G, estimate = log_pi.exp(), train.discounted_return(logp.detach(), 1.0), 0
+    policy_part = gradient(model, (pi * -logp.detach().mean(1)).sum())
+    for draws in map(list, itertools.product(range(16), repeat=K)):
+        A = train.advantage(G[draws, None])  # (K, 1, N)
+        L_pi = train.policy_loss(l[draws, None], SEQUENCES[draws, None], A)
+        estimate = estimate + pi[draws].detach().prod() * L_pi
     assert policy_part.norm() > 1e-3
-    torch.testing.assert_close(gradient(model, estimate), policy_part, atol=2e-6, rtol=1e-3)
+    assert (gradient(model, estimate) - policy_part).norm() < 1e-4 * policy_part.norm()
 
 
 def test_sequences_are_drawn_as_often_as_their_probability_says():
     model = small_model().train()
     pi = everything(model)[-1].exp()
-    x = some_bytes(1, N + 1)[:, :-1].expand(20000, -1)
+    x, y = some_bytes(1, N)
     with torch.no_grad():
-        a = model(x, u=torch.rand(20000, N, generator=torch.Generator().manual_seed(0)))[3]
+        X, u = model.encode(x), torch.rand(20000, 1, N, generator=torch.Generator().manual_seed(0))
+        a = model.boundaries(model.policy_terms(X), u)[:, 0]
     drawn = (a.long() * 2 ** torch.arange(N)).sum(1).bincount(minlength=2**N)
     which = (SEQUENCES.long() * 2 ** torch.arange(N)).sum(1)
     error = (pi * (1 - pi) / 20000).sqrt()

@@ -7,10 +7,10 @@ import pytest
 from conftest import ROOT
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="tests/torture.py forks a process that has imported torch, and limits its memory")
+@pytest.mark.skipif(sys.platform != "linux", reason="tests/torture.py forks and limits memory")
 def test_a_short_torture_of_every_kind_finds_nothing():
-    done = subprocess.run([sys.executable, ROOT / "tests/torture.py", "--minutes=0.3"], capture_output=True, text=True)
+    command = [sys.executable, ROOT / "tests/torture.py", "--minutes=0.1"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    counts = dict(re.findall(r"^(\w+): (\d+) cases, 0 failures$", done.stdout, re.MULTILINE))
-    assert {"flags", "configs", "meta", "shards", "progress", "log", "bits", "keys", "runs", "kill", "disk", "race"} == counts.keys()
-    assert all(int(count) > 0 for count in counts.values())
+    kinds = re.findall(r"^(\w+): [1-9]\d* cases, 0 failures$", done.stdout, re.MULTILINE)
+    assert kinds == ["mistakes", "shards", "checkpoint", "kill", "race", "diverge"]

@@ -4,37 +4,188 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
 import train
 from config.command_line import read_command_line
 from conftest import ROOT, TINY, run
 from model import BOS, Model, ModelConfig, load_checkpoint
-from test_model import small_model, some_bytes
+from prepare import open_shards
+from test_model import small_model, some_bytes, uniforms_for
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+NEVER = "--eval_interval=1000000"
+
+
+def log_of(out):
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def steps_of(out):
+    return [{k: v for k, v in record.items() if k != "bytes_per_second"} for record in log_of(out)]
+
+
+def refused(capsys, *arguments):
+    """Runs train.py, which must end with exit code 2; returns the one line that it says."""
+    with pytest.raises(SystemExit) as stopped:
+        train.main([*TINY, *arguments])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.count("\n") == 1
+    return error
+
+
+# ---- The loop.
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_the_loop_takes_the_steps_that_the_equations_written_down_take(K, data, tmp_path):
+    """Six steps of 8 rows in two passes: rows, draws, eq. 15-18 and 24-27, clipping, AdamW and what
+    it decays, warm-up and cosine, the policy held at first, and with K = 2 every second step."""
+    N, B, steps, lr, clip, decay, seed = 32, 8, 6, 1e-2, {1: 0.3, 2: 100.0}[K], 0.5, 7
+    lambda_pi, lambda_target, lambda_early, gamma, target = 0.3, 0.2, 0.1, 0.9, 0.2
+    warmup, start, total = 2 * B * N, 2 * B * N, steps * B * N
+    train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}", f"--num_draws={K}", "--seed=7",
+                "--policy_interval=2", "--gamma=0.9", f"--training_bytes={total}",
+                f"--warmup_bytes={warmup}", f"--policy_start_bytes={start}", f"--grad_clip={clip}",
+                "--learning_rate=1e-2", "--lambda_pi=0.3", "--lambda_target=0.2", "--batch_size=4",
+                "--lambda_early=0.1", "--effective_batch_size=8", "--weight_decay=0.5"])
+    model, saved = load_checkpoint(tmp_path / "ckpt.pt")
+    reached = {name: p.clone() for name, p in model.named_parameters()}
+    torch.manual_seed(seed)
+    model = Model(model.config).train()
+    m, v = ({name: torch.zeros_like(p) for name, p in model.named_parameters()} for _ in range(2))
+    rows = np.fromfile(data / "train_00000.bin", np.uint8).reshape(-1, N)
+    order = np.random.default_rng([seed, 0]).permutation(len(rows))
+    discount = [[gamma ** (j - i) if j >= i else 0.0 for j in range(N)] for i in range(N)]
+    discount = torch.tensor(discount)
+    for step in range(1, steps + 1):
+        before, after = (step - 1) * B * N, step * B * N
+        teaching = K == 1 or step % 2 == 0
+        draws = range(K if teaching else 1)
+        u = np.random.default_rng([seed, 1, (step - 1) * B]).random((len(draws), B, N), np.float32)
+        L = 0
+        for part in (slice(0, 4), slice(4, 8)):
+            numbers = order[(step - 1) * B : step * B][part]
+            y = torch.from_numpy(rows[numbers].astype(int))
+            x = torch.cat((torch.full((4, 1), BOS), y[:, :-1]), 1)
+            X = model.encode(x)
+            z, G, log_pi, l = model.policy_terms(X), [], [], []
+            for k in draws:
+                a = model.boundaries(z, torch.from_numpy(u[k, None, part]))
+                l.append(model.boundary_logits(z, a))
+                logits = model.predict(X if k == 0 else X.detach(), a[0])
+                logp = logits.log_softmax(-1).gather(2, y[..., None])[..., 0]
+                if k == 0:
+                    L = L - logp.mean() / 2
+                reward = logp
+                if K == 1:
+                    early = model.early_logits(X).log_softmax(-1).gather(2, y[..., None])[..., 0]
+                    L, reward = L - lambda_early * early.mean() / 2, logp - early
+                G.append(reward.detach() @ discount.T)
+                log_pi.append(torch.where(a, l[k].sigmoid(), 1 - l[k].sigmoid()).log()[0])
+            if teaching:
+                A = [G[0] - G[0].mean(0)] if K == 1 else [G[0] - G[1], G[1] - G[0]]
+                terms = sum(-(log_pi[k] * A[k])[:, 1:].sum() for k in draws) / (K * 4 * N)
+                l = torch.cat(l)
+                L_tgt = l.mean() * (l.sigmoid().mean().item() - target)
+                L = L + (lambda_pi * terms + lambda_target * L_tgt) / 2
+        model.zero_grad()
+        L.backward()
+        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad
+                 for name, p in model.named_parameters()}
+        norm = sum(g.square().sum() for g in grads.values()).sqrt().item()
+        assert (norm > clip) == (K == 1)  # so that clipping matters, and once the size of L
+        rate = lr * after / warmup
+        if after >= warmup:
+            rate = lr * (1 + math.cos(math.pi * (after - warmup) / (total - warmup))) / 2
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                g = grads[name] * min(clip / norm, 1)
+                own = 0.0 if name == "policy.weight" and before < start else rate
+                m[name], v[name] = 0.9 * m[name] + 0.1 * g, 0.999 * v[name] + 0.001 * g**2
+                p *= 1 - own * (decay if p.dim() == 2 else 0)
+                p -= own * m[name] / (1 - 0.9**step) / ((v[name] / (1 - 0.999**step)).sqrt() + 1e-8)
+    assert model.policy.weight.abs().max() > 5e-3
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(reached[name], p, atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_every_epoch_reads_every_row_once_in_its_own_order_on_any_number_of_processes():
+    shards = [np.arange(10, dtype=np.uint8)[:, None].repeat(8, 1)]
+    h = SimpleNamespace(seed=1, effective_batch_size=4, batch_size=1, seq_len=8)
+
+    def read(world):
+        """Every row's number and first uniform, in the order of the run."""
+        steps = [[train.micro_batches(shards, first, 1, h, rank, world, "cpu")
+                  for rank in range(world)] for first in range(0, 20, 4)]
+        return [(y[0, 0].item(), u[0, 0, 0].item()) for step in steps for row in zip(*step)
+                for x, y, u in row]
+
+    alone = [row for row, _ in read(1)]
+    assert sorted(alone[:10]) == sorted(alone[10:]) == list(range(10)) and alone[:10] != alone[10:]
+    assert read(1) == read(2) == read(4)
+
+
+def error_of_moments(one, other):
+    """The largest relative error between two checkpoints' running means of gradients."""
+    errors = []
+    for i, state in one["optimizer"]["state"].items():
+        mean = state["exp_avg"]
+        errors.append((other["optimizer"]["state"][i]["exp_avg"] - mean).norm() / mean.norm())
+    return max(errors)
+
+
+def test_a_step_depends_on_its_passes_by_eq_24_alone_and_not_on_processes(data, tmp_path):
+    """Four steps at a rate that matters; the last two of one run by four processes, not by two."""
+    flags = [*TINY, f"--data={data}", "--training_bytes=1024", "--effective_batch_size=8",
+             "--num_draws=2", "--policy_interval=2", "--lambda_pi=1", "--lambda_target=10",
+             "--learning_rate=2e-2", "--warmup_bytes=1024"]  # no cosine: one run is cut short
+
+    def trained(name, *more, processes=1):
+        arguments = [*flags, f"--out_dir={tmp_path}/{name}", *more]
+        if processes == 1:
+            train.main(arguments)
+        else:
+            command = [*TORCHRUN, f"--nproc_per_node={processes}", ROOT / "train.py", *arguments]
+            subprocess.run(command, check=True, cwd=ROOT)
+        return torch.load(tmp_path / name / "ckpt.pt")
+
+    whole = trained("whole", "--batch_size=8")
+    assert whole["model"]["policy.weight"].abs().mean() > 5e-3 and whole["step"] == 4
+    trained("processes", "--batch_size=4", "--training_bytes=512", processes=2)
+    cut = trained("processes", "--batch_size=2", "--resume=True", processes=4)
+    assert error_of_moments(whole, cut) < 1e-3
+    assert error_of_moments(whole, trained("passes", "--batch_size=2")) > 1e-2  # eq. 24
+    whole = trained("untargeted", "--batch_size=8", "--lambda_target=0")
+    assert error_of_moments(whole, trained("one", "--batch_size=1", "--lambda_target=0")) < 1e-3
+    steps = [r["step"] for r in log_of(tmp_path / "processes") if "auto" in r]
+    assert steps == [1, 2, 3, 4]
 
 
 def gradients(rows, wrap=lambda model: model):
-    """Of the whole loss, of these rows of one batch with fixed boundaries; wrap makes of the model what train.py calls."""
+    """Of L of these rows with fixed boundaries, by the paper's estimator; eq. 24 counts tenfold."""
     model = small_model().train()
-    batch, a = some_bytes(4, 33), torch.rand(4, 32, generator=torch.Generator().manual_seed(2)) < 0.3
+    (x, y), generator = some_bytes(4, 32), torch.Generator().manual_seed(2)
+    a = torch.rand(4, 32, generator=generator) < 0.3
     a[:, 0] = True
-    x, y = batch[rows, :-1], batch[rows, 1:]
     net = wrap(model)
-    logits, early_logits, l, a = net(x, a[rows])
-    L_auto, L_early, L_pi, L_tgt = train.losses(logits, early_logits, l, a, y, 0.99, 0.2)
-    (L_auto + L_pi + L_tgt + 0.1 * L_early).backward()
+    logp, early_logp, l, a = net(x[rows], y[rows], uniforms_for(a[None, rows]))
+    A = train.advantage(train.discounted_return((logp - early_logp).detach(), 0.99))
+    L = -logp.mean() - early_logp.mean()
+    (L + train.policy_loss(l, a, A) + 10 * train.target_loss(l, 0.5)).backward()
     return [p.grad for p in model.parameters()]
 
 
 def one_of_two(rank, store, results):
-    from torch._dynamo.testing import CompileCounterWithBackend
     counter = CompileCounterWithBackend("eager")
 
     def wrap(model):
@@ -49,135 +200,88 @@ def one_of_two(rank, store, results):
     dist.destroy_process_group()
 
 
-def test_two_processes_give_the_gradient_of_one_with_twice_the_batch_and_their_blocks_compile_whole(tmp_path):
+def test_two_processes_give_the_gradient_of_one_and_their_blocks_compile_whole(tmp_path):
     mp.spawn(one_of_two, args=(tmp_path / "store", tmp_path / "results"), nprocs=2)
     grads, graphs = torch.load(tmp_path / "results")
     for one, two in zip(gradients(slice(0, 4)), grads):
-        torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-4)
-    assert graphs == 2  # byte layers and token layers: torch's DDPOptimizer, which cuts graphs into buckets, leaves them alone
-
-
-def test_a_step_does_not_depend_on_how_its_rows_are_cut(data, tmp_path):
-    """8 rows at once, 4 + 4, 8 times 1, and 2 processes with 2 passes each that are stopped and resumed: after four steps at a rate
-    that matters the policy has moved, and the gradients' running means are the same."""
-    flags = [*TINY, f"--data={data}", f"--training_bytes={4 * 8 * 32}", "--effective_batch_size=8", "--num_draws=2", "--policy_interval=2",
-             "--lambda_pi=1", "--lambda_target=1", "--learning_rate=2e-2",
-             f"--warmup_bytes={4 * 8 * 32}"]  # the cosine of a run cut short would be another
-    for rows in 8, 4, 1:
-        train.main([*flags, f"--batch_size={rows}", f"--out_dir={tmp_path}/{rows}"])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
-    for more in [f"--training_bytes={2 * 8 * 32}"], ["--resume=True"]:
-        subprocess.run([*torchrun, *flags, "--batch_size=2", f"--out_dir={tmp_path}/two", *more], check=True, cwd=ROOT)
-    whole, *others = (torch.load(tmp_path / name / "ckpt.pt") for name in ("8", "4", "1", "two"))
-    assert whole["model"]["policy.weight"].abs().mean() > 5e-3 and "early_head.weight" not in whole["model"]
-    for other in others:
-        assert other["step"] == 4
-        for i, state in whole["optimizer"]["state"].items():
-            expected = state["exp_avg"]
-            error = (other["optimizer"]["state"][i]["exp_avg"] - expected).norm() / expected.norm()
-            assert error < 1e-3, (i, error)
-    assert [r["step"] for r in log_of(tmp_path / "two") if "auto" in r] == [1, 2, 3, 4]
+        torch.testing.assert_close(two, one, atol=1e-5, rtol=1e-4)
+    assert graphs == 2  # byte layers and token layers: torch's DDPOptimizer cuts neither
 
 
 @pytest.mark.parametrize("K", [1, 2])
-def test_the_loop_takes_the_steps_that_a_loop_written_down_from_the_equations_takes(K, data, tmp_path):
-    """Six steps of 8 rows: rows read, draws, eq. 15-18 and 24-27, clipping, AdamW and what it decays, warm-up and cosine, and the steps
-    in which the policy is held or learns nothing."""
-    N, B, steps, lr, clip, decay, interval = 32, 8, 6, 1e-2, 0.3, 0.5, {1: 1, 2: 2}[K]
-    lambda_pi, lambda_target, lambda_early, gamma, target = 0.3, 0.2, 0.1, 0.9, 0.2
-    warmup, start, total = 2 * B * N, 2 * B * N, steps * B * N
-    train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}", f"--num_draws={K}", f"--policy_interval={interval}", "--gamma=0.9",
-                f"--training_bytes={total}", f"--warmup_bytes={warmup}", f"--policy_start_bytes={start}", "--learning_rate=1e-2",
-                "--lambda_pi=0.3", "--lambda_target=0.2", "--lambda_early=0.1", "--effective_batch_size=8", "--batch_size=8",
-                "--grad_clip=0.3", "--weight_decay=0.5"])
-    model, saved = load_checkpoint(tmp_path / "ckpt.pt")
-    reached = {name: p.clone() for name, p in model.named_parameters()}
-    torch.manual_seed(1337)
-    model = Model(model.config).train()
-    m, v = ({name: torch.zeros_like(p) for name, p in model.named_parameters()} for _ in range(2))
-    rows = np.fromfile(data / "train_00000.bin", np.uint8).reshape(-1, N)
-    order = np.random.default_rng([1337, 0]).permutation(len(rows))
-    discount = torch.tensor([[gamma ** (j - i) if j >= i else 0.0 for j in range(N)] for i in range(N)])
-    for step in range(1, steps + 1):
-        before, after = (step - 1) * B * N, step * B * N
-        y = torch.from_numpy(rows[order[(step - 1) * B : step * B]].astype(int))
-        x = torch.cat((torch.full((B, 1), 256), y[:, :-1]), 1)
-        teaching = step % interval == 0
-        u = torch.from_numpy(np.random.default_rng([1337, 1, (step - 1) * B]).random((K, B, N), np.float32))
-        G, log_pi, l = [], [], []
-        for k in range(K if teaching else 1):
-            logits, early_logits, l_k, a = model(x, u=u[k])
-            logp = logits.log_softmax(-1).gather(2, y[..., None])[..., 0]
-            if k == 0:
-                L = -logp.mean()
-            reward = logp
-            if K == 1:
-                early = early_logits.log_softmax(-1).gather(2, y[..., None])[..., 0]
-                L, reward = L - lambda_early * early.mean(), logp - early
-            G.append(reward.detach() @ discount.T)
-            log_pi.append(torch.where(a, l_k.sigmoid(), 1 - l_k.sigmoid()).log())
-            l.append(l_k)
-        if teaching:
-            A = [G[0] - G[0].mean(0)] if K == 1 else [G[0] - G[1], G[1] - G[0]]
-            L = L + lambda_pi * sum(-(log_pi[k] * A[k])[:, 1:].sum() for k in range(K)) / (K * B * N)
-            l = torch.stack(l)
-            L = L + lambda_target * l.mean() * (l.sigmoid().mean().item() - target)
-        model.zero_grad()
-        L.backward()
-        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-        norm = sum(g.square().sum() for g in grads.values()).sqrt().item()
-        assert norm > clip  # so that clipping matters
-        rate = lr * after / warmup if after < warmup else lr * (1 + math.cos(math.pi * (after - warmup) / (total - warmup))) / 2
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                g, here = grads[name] * clip / norm, 0.0 if name == "policy.weight" and before < start else rate
-                m[name], v[name] = 0.9 * m[name] + 0.1 * g, 0.999 * v[name] + 0.001 * g**2
-                p *= 1 - here * (decay if p.dim() == 2 else 0)
-                p -= here * m[name] / (1 - 0.9**step) / ((v[name] / (1 - 0.999**step)).sqrt() + 1e-8)
-    assert model.policy.weight.abs().max() > 5e-3
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(reached[name], p, atol=1e-4, rtol=1e-3, msg=name)
+def test_a_step_is_compiled_once_though_the_number_of_tokens_varies(K):
+    torch._dynamo.reset()  # of what other tests compiled
+    model, net, (x, y) = small_model().train(), small_model().train(), some_bytes(2, 64)
+    counter, compiled = CompileCounterWithBackend("eager"), []
+    train.compile_blocks(net, backend=counter)
+    for i, rate in enumerate([0.3, 0.1, 0.9, 0.5, 1.0, 0.0, 0.7]):
+        a = torch.rand(K, 2, 64, generator=torch.Generator().manual_seed(i)) < rate
+        a[..., 0] = True
+        outputs, expected = (one(x, y, uniforms_for(a)) for one in (net, model))
+        (outputs[0].sum() + outputs[2].sum()).backward()
+        torch.testing.assert_close(outputs[0], expected[0], atol=1e-4, rtol=1e-4)
+        compiled.append(counter.frame_count)
+    assert compiled[0] == compiled[-1] == 2 * K  # byte and token layers, with and without gradient
 
 
 def test_it_trains_in_16_bits_as_in_32(data, tmp_path):
     reached = {}
     for dtype in "float32", "bfloat16", "float16":
-        flags = [f"--dtype={dtype}", "--warmup_bytes=0", "--learning_rate=1e-2", f"--training_bytes={24 * 4 * 32}"]
-        train.main([*TINY, *flags, f"--data={data}", f"--out_dir={tmp_path}/{dtype}"])
+        train.main([*TINY, f"--dtype={dtype}", "--warmup_bytes=0", "--learning_rate=1e-2",
+                    f"--training_bytes={24 * 4 * 32}", f"--data={data}",
+                    f"--out_dir={tmp_path}/{dtype}"])
         reached[dtype] = log_of(tmp_path / dtype)[-1]["val_bpb"]
     assert reached["float32"] < 7.5 and len(set(reached.values())) == 3  # 8 at first
     assert reached == {dtype: pytest.approx(reached["float32"], abs=0.1) for dtype in reached}
 
 
-@pytest.mark.parametrize("shape", [(2, 64), (2, 2, 64)])
-def test_a_compiled_step_is_compiled_once_though_the_number_of_tokens_varies(shape):
-    from torch._dynamo.testing import CompileCounterWithBackend
-    torch._dynamo.reset()  # of what other tests compiled
-    model, net, counter, compiled = small_model().train(), small_model().train(), CompileCounterWithBackend("eager"), []
-    train.compile_blocks(net, backend=counter)
-    for i, rate in enumerate([0.3, 0.1, 0.9, 0.5, 1.0, 0.0, 0.7]):
-        a = torch.rand(shape, generator=torch.Generator().manual_seed(i)) < rate
-        a[..., 0] = True
-        outputs, expected = net(some_bytes(2, 64), a), model(some_bytes(2, 64), a)
-        (outputs[0][0].sum() + outputs[2].sum()).backward()
-        for one, other in zip(outputs[0], expected[0]):
-            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-        compiled.append(counter.frame_count)
-    assert compiled[0] == compiled[-1] == (4 if len(shape) == 3 else 2)  # byte layers and token layers, with and without gradient
+# ---- Evaluation.
 
 
-def log_of(out):
-    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+def test_an_evaluations_numbers_are_those_of_a_plain_count(data):
+    model, shards = small_model(seq_len=32), open_shards(data, "val", 32)
+    results, shown = train.evaluate(model, shards, 6, 4, torch.autocast("cpu", enabled=False))
+    model.eval()
+    rows = np.concatenate(shards)
+    rows = [rows[i] for i in np.linspace(0, len(rows) - 1, 6).astype(int)]
+    generator = torch.Generator().manual_seed(0)
+    u = [row for B in (4, 2) for row in torch.rand(1, B, 32, generator=generator)[0]]
+    bits, early, tokens, entropy = [], [], 0, []
+    for row, own_u in zip(rows, u):
+        x, y = torch.tensor([[BOS, *row[:-1]]]), torch.tensor([[*row.tolist()]])
+        logp, early_logp, l, a = model(x, y, own_u[None, None])
+        bits.append(sum(-logp[0, 0].tolist()[i] / math.log(2) for i in range(32)) / 32)
+        early.append(-early_logp.mean().item() / math.log(2))
+        tokens += a.sum().item()
+        entropy += [-math.log(p if d else 1 - p)
+                    for p, d in zip(l[0, 0].sigmoid().tolist()[1:], a[0, 0].tolist()[1:])]
+    mean = sum(bits) / 6
+    deviation = math.sqrt(sum((b - mean) ** 2 for b in bits) / 5)
+    expected = {"val_bpb": mean, "val_stderr": deviation / math.sqrt(6),
+                "val_early_bpb": sum(early) / 6, "val_rate": tokens / (6 * 32),
+                "val_entropy": sum(entropy) / len(entropy)}
+    assert {key: results[key] for key in expected} == pytest.approx(expected, rel=1e-4)
+    assert bytes(byte for byte, _, _ in shown) == rows[0][:-1].tobytes()
 
 
-def curve(out):
-    return [{k: v for k, v in record.items() if k not in ("bytes_per_second", "seconds_left")} for record in log_of(out)]
+def test_where_tokens_end_is_counted_against_words():
+    x = torch.tensor([[BOS, *"It is ö ".encode()]])
+    ends = 0, 2, 3, 4, 7  # <bos>, t, the space, i and the first half of ö
+    a = torch.tensor([[i in ends for i in range(x.size(1))]])
+    expected = {"ends_before": 1 / 4, "ends_between": 1 / 4, "ends_after": 2 / 4}
+    assert train.where_tokens_end(x, a) == pytest.approx(expected)
+
+
+# ---- Stopping, going on, and what is refused.
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_run_stopped_and_resumed_is_the_run_that_was_not(how, data, trained, tmp_path):
-    flags = [*TINY, f"--data={data}", f"--out_dir={tmp_path}", f"--training_bytes={12 * 4 * 32}"]
-    process = subprocess.Popen([sys.executable, ROOT / "train.py", *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])  # float16 has a GradScaler
+def test_a_run_stopped_and_resumed_is_the_run_that_was_not(how, dtype, data, tmp_path):
+    flags = [*TINY, f"--data={data}", f"--dtype={dtype}", f"--training_bytes={12 * 4 * 32}"]
+    train.main([*flags, f"--out_dir={tmp_path}/whole"])
+    command = [sys.executable, ROOT / "train.py", *flags, f"--out_dir={tmp_path}/out"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         if line.startswith("step 6 "):
             process.send_signal(how)
@@ -187,168 +291,55 @@ def test_a_run_stopped_and_resumed_is_the_run_that_was_not(how, data, trained, t
         assert process.wait() == 0 and "--resume=True" in rest
     else:
         assert process.wait() == -signal.SIGKILL
-    reached = torch.load(tmp_path / "ckpt.pt")["step"]
+    reached = torch.load(tmp_path / "out/ckpt.pt")["step"]
     assert 4 <= reached < 12
-    out, _ = run("train.py", "--resume=True", f"--out_dir={tmp_path}")
-    assert f"step {reached + 1} " in out and f"step {reached} " not in out
-    assert curve(tmp_path) == curve(trained)
+    train.main(["--resume=True", f"--out_dir={tmp_path}/out"])
+    assert steps_of(tmp_path / "out") == steps_of(tmp_path / "whole")
+    one, other = (torch.load(tmp_path / name / "ckpt.pt") for name in ("whole", "out"))
+    assert one["scaler"] == other["scaler"]
+    for name, weights in one["model"].items():
+        assert torch.equal(weights, other["model"][name])
 
 
-def test_every_epoch_reads_every_row_once_in_its_own_order():
-    rows = train.shuffled(1337, 0, 30, 10)
-    assert all(sorted(rows[i : i + 10]) == list(range(10)) for i in (0, 10, 20))
-    assert list(rows[:10]) != list(rows[10:20])
-    assert list(train.shuffled(1337, 7, 9, 10)) == list(rows[7:16])
+def test_a_flag_given_on_resume_overrides_the_checkpoints(data, trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "out")
+    train.main([f"--out_dir={tmp_path}/out", "--resume=True", "--weight_decay=0.25",
+                f"--training_bytes={16 * 4 * 32}"])
+    groups = torch.load(tmp_path / "out/ckpt.pt")["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.25, 0, 0.25]
 
 
-def test_where_tokens_end_is_counted_against_words():
-    x = torch.tensor([[BOS, *"It is ö ".encode()]])
-    a = torch.tensor([[i in (0, 2, 3, 4, 7) for i in range(x.size(1))]])  # <bos>, t, the space, i and the first half of ö
-    assert train.where_tokens_end(x, a) == pytest.approx(
-        {"ends_before": 1 / 4, "ends_between": 1 / 4, "ends_after": 2 / 4, "token_length": 7 / 4, "token_length_std": (2.75 / 3) ** 0.5})
+@pytest.mark.parametrize("how", [["--learning_rate=1e30"], ["--learning_rate=1e9", NEVER]])
+@pytest.mark.parametrize("boundaries", ["uniform", "learned"])
+def test_a_run_that_diverges_ends_in_one_line_and_keeps_the_checkpoint_before(
+        boundaries, how, data, tmp_path):
+    flags = [*TINY, f"--data={data}", f"--out_dir={tmp_path}", f"--boundaries={boundaries}",
+             "--warmup_bytes=0"]
+    run("train.py", *flags, "--training_bytes=512")
+    before = (tmp_path / "ckpt.pt").read_bytes()
+    _, error = run("train.py", *flags, "--training_bytes=2048", "--resume=True", *how, code=1)
+    assert error.count("\n") == 1 and "not finite" in error and "is kept as it was" in error
+    assert (tmp_path / "ckpt.pt").read_bytes() == before
 
 
-def test_flags_override_the_file_and_the_file_the_defaults(tmp_path):
-    config = tmp_path / "config.py"
-    config.write_text("gamma = 0.5\nwarmup_bytes = 5\ndownsample_rate_target = 1 / 4\n")
-    chosen = read_command_line([str(config), "--gamma=0.25", "--training_bytes=6e9", "--policy_scale=1/2"], train.DEFAULTS)
-    assert chosen == {"gamma": 0.25, "warmup_bytes": 5, "downsample_rate_target": 0.25, "training_bytes": 6_000_000_000, "policy_scale": 0.5}
-
-
-def test_a_configuration_files_own_names_are_no_hyperparameters(tmp_path):
-    config = tmp_path / "config.py"
-    config.write_text("\ufeffimport math\nfrom pathlib import Path\n_half = 0.5\ndef half(x): return _half * whole(x)\ndef whole(x): return x\n"
-                      "for i in range(2): pass\nif i: seed = 7\ngamma = half(1)\nout_dir = str(Path(__file__).parent / 'out')\n"
-                      "n_mid_layers = math.isqrt(9)\n")
-    chosen = read_command_line([str(config)], train.DEFAULTS)
-    assert chosen == {"gamma": 0.5, "out_dir": f"{tmp_path}/out", "n_mid_layers": 3, "seed": 7}
-
-
-@pytest.mark.parametrize("text", ["seq_length = 64", "seq_length: int = 64", "gamma, seq_length = 0.5, 64"])
-def test_a_misspelt_name_in_a_configuration_file_is_noticed_however_it_is_assigned(text, tmp_path, capsys):
-    (tmp_path / "config.py").write_text(text)
-    with pytest.raises(SystemExit):
-        read_command_line([str(tmp_path / "config.py")], train.DEFAULTS)
-    assert "unknown hyperparameter 'seq_length'; the nearest is 'seq_len'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("environment", [{"WORLD_SIZE": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "1"}, {"RANK": "-1"}])
-def test_what_is_left_of_a_torchrun_in_the_environment_is_refused_in_one_line(environment, data, tmp_path, monkeypatch, capsys):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as stopped:
-        train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}", "--training_bytes=128"])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and error.count("\n") == 1 and "without it they are to be unset" in error
-
-
-def test_the_log_of_a_run_whose_checkpoint_was_moved_is_kept(data, trained, tmp_path):
-    shutil.copy(trained / "log.jsonl", tmp_path)
-    train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}", "--training_bytes=128"])
-    assert log_of(tmp_path)[-1]["step"] == 1
-    assert (tmp_path / "log.jsonl.old").read_bytes() == (trained / "log.jsonl").read_bytes()
-
-
-def test_of_a_log_the_lines_that_are_no_records_are_left_out_with_a_word(tmp_path, capsys):
-    log = tmp_path / "log.jsonl"
-    for step in 1, 2, 3:
-        train.log(log, {"step": step, "bytes": step, "auto": math.inf, "rate": 0.2, "bytes_per_second": 1.0})
-    log.write_bytes(b'\xff\x00\n[]\n{}\n{"step": 1, "bytes": 2, "val_bpb": "3", "val_rate": 0}\n' + b"[" * 10**5 + b"\n" + log.read_bytes()[:-9])
-    train.shorten(log, 3)
-    assert [(r["step"], r["auto"]) for r in map(json.loads, log.read_text().splitlines())] == [(1, None), (2, None)]
-    assert "6 lines" in capsys.readouterr().err
-
-
-def test_a_full_disk_ends_in_one_line_and_leaves_the_checkpoint_whole(data, trained, tmp_path):
+def test_a_full_disk_ends_in_one_line_and_leaves_the_checkpoint_whole(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "out")
     before = (tmp_path / "out/ckpt.pt").read_bytes()
-    limited = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); sys.argv = sys.argv[1:]; " \
-              "runpy.run_path(sys.argv[0], run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", limited, ROOT / "train.py", "--resume=True", f"--out_dir={tmp_path}/out",
-                           f"--training_bytes={16 * 4 * 32}"], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "what was saved before is whole" in done.stderr
+    limited = ("import resource, runpy, sys; sys.argv = sys.argv[1:]; "
+               "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
+               "runpy.run_path(sys.argv[0], run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", limited, ROOT / "train.py", "--resume=True",
+                           f"--out_dir={tmp_path}/out", f"--training_bytes={16 * 4 * 32}"],
+                          capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "what was saved before is whole" in done.stderr
     assert (tmp_path / "out/ckpt.pt").read_bytes() == before
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_run_whose_output_nobody_takes_saves_and_stops(data, tmp_path):
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, ROOT / "train.py", *TINY, f"--data={data}", f"--out_dir={tmp_path}", "--training_bytes=1e9"],
-                              stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    assert done.returncode == 0 and done.stderr.count("\n") == 1 and "the last, and saved" in done.stderr
-    assert load_checkpoint(tmp_path / "ckpt.pt")[1]["step"] == 1
-
-
-@pytest.mark.parametrize("name, flags, count, values", [  # Table 2
-    ("fineweb_147m", [], 146_938_368, (1.5e-3, 128, 4.5e8, 6e9, 1 / 5)),
-    ("codeparrot_90m", [], 90_296_832, (2e-3, 128, 2.5e8, 3.4e9, 1 / 5)),
-    ("aspect_ratio", ["--n_mid_layers=2", "--downsample_rate_target=1/2"], 23_489_536, (3e-3, 64, 1.1e8, 1.5e9, 1 / 2)),
-    ("aspect_ratio", [], 31_882_240, (3e-3, 64, 1.1e8, 1.5e9, 1 / 4)),
-    ("aspect_ratio", ["--n_mid_layers=6", "--downsample_rate_target=1/6"], 40_274_944, (3e-3, 64, 1.1e8, 1.5e9, 1 / 6)),
-])
-def test_the_papers_configurations_have_the_papers_sizes_and_values(name, flags, count, values):
-    c = train.DEFAULTS | read_command_line([str(ROOT / "config" / f"{name}.py"), *flags], train.DEFAULTS)
-    with torch.device("meta"):
-        model = Model(ModelConfig(**train.model_config_of(c)))
-    assert sum(p.numel() for p in model.parameters()) == count
-    assert (c["learning_rate"], c["effective_batch_size"], c["warmup_bytes"], c["training_bytes"], c["downsample_rate_target"]) == values
-    assert (c["seq_len"], c["attention_window"], c["policy_window"], c["policy_scale"], c["policy_start_bytes"]) == (4096, 64, 8, 16, 0)
-    assert (c["gamma"], c["lambda_pi"], c["lambda_target"], c["lambda_early"], c["num_draws"]) == (0.99, 1e-2, 1e-2, 1e-1, 1)
-
-
-@pytest.mark.parametrize("arguments, message", [
-    (["--learning_rte=1"], "unknown hyperparameter 'learning_rte'; the nearest is 'learning_rate'"),
-    (["--seq_len=many"], "seq_len='many' is no int"),
-    (["--seq_len=2.5"], "seq_len='2.5' is no int"),
-    (["--compile=1"], "compile='1' is no bool"),
-    (["--gamma"], "'--gamma' has no value"),
-    (["no/such/config.py"], "cannot read the configuration file 'no/such/config.py'"),
-    (["LICENSE"], "cannot read the configuration file 'LICENSE'"),
-    (["--gamma=1.5"], "gamma=1.5"),
-    (["--embedding_dim=128", "--num_heads=3"], "embedding_dim=128"),
-    (["--batch_size=16", "--effective_batch_size=24"], "effective_batch_size=24"),
-    (["--num_draws=1", "--batch_size=1"], "num_draws=1 compares a row's draw with those of other rows"),
-    (["--num_draws=0"], "num_draws=0 is not within 1 and"),
-    (["--boundaries=no/such/ckpt.pt", "--seq_len=64"], "no checkpoint no/such/ckpt.pt"),
-    (["--batch_size=0"], "batch_size=0 is not within 1 and"),
-    (["--learning_rate=1e400"], "learning_rate='1e400'"),
-    (["--learning_rate=1e-999999999"], "learning_rate=0.0 is not within"),
-    (["--embedding_dim=1e9"], "embedding_dim=1000000000 is not within"),
-    (["--\x1b[31m=1"], "unknown hyperparameter '\u241b[31m'"),
-    (["--seed=-1"], "seed=-1 is not within 0 and"),
-    (["--BOS=1"], "unknown hyperparameter 'BOS'"),
-    (["--boundaries=words"], "boundaries='words' is none of learned, uniform"),
-    (["--boundaries=bpe", "--seq_len=64"], "has no marks of BPE tokens"),
-    (["--data=no/such/data"], "no/such/data"),
-    (["--seq_len=5000"], "seq_len=5000 does not divide"),
-    (["--resume=True"], "no checkpoint"),
-])
-def test_a_mistake_on_the_command_line_is_one_line(arguments, message, data, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        train.main([f"--data={data}", f"--out_dir={tmp_path}", *arguments])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and error.count("\n") == 1 and message in error
-
-
-@pytest.mark.parametrize("how", [["--learning_rate=1e30"], ["--learning_rate=1e9", "--eval_interval=1"]])  # of the second the weights are finite
-@pytest.mark.parametrize("boundaries", ["uniform", "learned"])
-def test_a_run_that_diverges_ends_in_one_line_and_keeps_the_checkpoint_before(boundaries, how, data, tmp_path, capsys):
-    flags = [*TINY, f"--data={data}", f"--out_dir={tmp_path}", f"--boundaries={boundaries}", "--warmup_bytes=0"]
-    train.main([*flags, "--training_bytes=512"])
-    before = (tmp_path / "ckpt.pt").read_bytes()
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        train.main([*flags, "--training_bytes=2048", "--resume=True", *how])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 1 and error.count("\n") == 1 and "not finite" in error and "is kept as it was" in error
-    assert (tmp_path / "ckpt.pt").read_bytes() == before
-    for record in log_of(tmp_path):
-        assert "NaN" not in json.dumps(record)
-
-
-def test_a_second_run_in_a_folder_ends_in_one_line_and_a_killed_one_leaves_it_free(data, tmp_path):
-    flags = [*TINY, f"--data={data}", f"--out_dir={tmp_path}", "--training_bytes=1e9", "--eval_interval=1000000"]
-    first = subprocess.Popen([sys.executable, ROOT / "train.py", *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+def test_a_second_run_in_a_folder_is_refused_and_a_killed_one_leaves_it_free(data, tmp_path):
+    flags = [*TINY, f"--data={data}", f"--out_dir={tmp_path}", "--training_bytes=1e9", NEVER]
+    command = [sys.executable, ROOT / "train.py", *flags]
+    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert any(line.startswith("step 1 ") for line in first.stdout)
         _, error = run("train.py", *flags, code=2)
@@ -359,66 +350,56 @@ def test_a_second_run_in_a_folder_ends_in_one_line_and_a_killed_one_leaves_it_fr
     run("train.py", *flags, "--training_bytes=512")
 
 
-def test_ranks_whose_torchrun_was_killed_stop_and_save(data, tmp_path):
-    flags = [*TINY, f"--data={data}", f"--out_dir={tmp_path}", "--training_bytes=1e9", "--batch_size=1", "--eval_interval=1000000"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
-    launcher = subprocess.Popen([*torchrun, *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert any(line.startswith("step 2 ") for line in launcher.stdout)
-    launcher.kill()
-    try:
-        rest, _ = launcher.communicate(timeout=60)  # until the last rank has closed it
-    finally:
-        if shutil.which("pkill"):  # what a failure left behind
-            subprocess.run(["pkill", "-f", str(tmp_path)])
-    assert "stopped after step" in rest and (tmp_path / "ckpt.pt").exists()
-
-
-@pytest.mark.parametrize("damage, message", [
-    (lambda shard, meta: shard.unlink(), "val_00000.bin is missing"),
-    (lambda shard, meta: shard.write_bytes(shard.read_bytes()[:-64]), "val_00000.bin has"),
-    (lambda shard, meta: meta.write_text("[]"), "meta.json is not what prepare.py writes"),
-    (lambda shard, meta: meta.write_text(meta.read_text().replace('"seq_len": 64', '"seq_len": 96', 1)), "meta.json is not what prepare.py writes"),
-    (lambda shard, meta: meta.write_text(meta.read_text().replace('"seq_len": 64', '"seq_len": 16', 1)), "seq_len=32 does not divide"),
-])
-def test_data_that_is_not_what_its_meta_file_says_ends_in_one_line_before_training(damage, message, data, tmp_path, capsys):
-    shutil.copytree(data, tmp_path / "data")
-    damage(tmp_path / "data/val_00000.bin", tmp_path / "data/meta.json")
-    with pytest.raises(SystemExit) as stopped:
-        train.main([*TINY, f"--data={tmp_path}/data", f"--out_dir={tmp_path}/out"])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and error.count("\n") == 1 and message in error
-
-
-@pytest.mark.parametrize("damage", ["a flipped bit", "a file marked a folder", "a weight that is not finite", "a size that is missing"])
+@pytest.mark.parametrize("damage", ["a flipped bit", "an entry marked a folder",
+                                    "a weight that is not finite", "a size that is missing"])
 def test_a_checkpoint_that_was_damaged_is_refused(damage, trained, tmp_path):
     path = shutil.copy(trained / "ckpt.pt", tmp_path / "ckpt.pt")
+    raw, saved = bytearray(path.read_bytes()), torch.load(path)
     if damage == "a flipped bit":
-        raw = bytearray(path.read_bytes())
-        raw[raw.index(torch.load(path)["model"]["head.weight"].numpy().tobytes())] ^= 1
+        raw[raw.index(saved["model"]["head.weight"].numpy().tobytes())] ^= 1
         path.write_bytes(raw)
-    elif damage == "a file marked a folder":
-        raw = bytearray(path.read_bytes())
-        raw[raw.rindex(b"PK\1\2", 0, raw.rindex(b"/data/0")) + 38] ^= 16  # in the archive's directory, a bit of the file's attributes
+    elif damage == "an entry marked a folder":  # by a bit in the archive's directory
+        raw[raw.rindex(b"PK\1\2", 0, raw.rindex(b"/data/0")) + 38] ^= 16
         path.write_bytes(raw)
     else:
-        saved = torch.load(path)
         if damage == "a size that is missing":
             del saved["model_config"]["policy_softcap"]  # the same as the default
         else:
             saved["model"]["head.weight"][0, 0] = float("nan")
         torch.save(saved, path)
-    with pytest.raises(ValueError, match="damaged|not finite"):
+    with pytest.raises(ValueError, match="is no checkpoint of this version"):
         load_checkpoint(path)
 
 
 def test_a_finished_run_is_not_overwritten(trained, data, capsys):
     before = (trained / "ckpt.pt").read_bytes()
-    with pytest.raises(SystemExit):
-        train.main([*TINY, f"--data={data}", f"--out_dir={trained}"])
-    assert "--resume=True" in capsys.readouterr().err and (trained / "ckpt.pt").read_bytes() == before
+    assert "--resume=True" in refused(capsys, f"--data={data}", f"--out_dir={trained}")
+    assert (trained / "ckpt.pt").read_bytes() == before
 
 
-def test_a_checkpoint_of_another_shape_is_refused(trained, data, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        train.main([f"--out_dir={trained}", "--resume=True", "--n_mid_layers=3"])
-    assert stopped.value.code == 2 and "n_mid_layers" in capsys.readouterr().err
+def test_a_checkpoint_of_another_shape_is_refused(trained, capsys):
+    error = refused(capsys, f"--out_dir={trained}", "--resume=True", "--n_mid_layers=3")
+    assert "n_mid_layers" in error
+
+
+@pytest.mark.parametrize("name, flags, count, values", [  # Table 2
+    ("fineweb_147m", [], 146_938_368, (1.5e-3, 128, 4.5e8, 6e9, 1 / 5)),
+    ("codeparrot_90m", [], 90_296_832, (2e-3, 128, 2.5e8, 3.4e9, 1 / 5)),
+    ("aspect_ratio", ["--n_mid_layers=2", "--downsample_rate_target=1/2"], 23_489_536,
+     (3e-3, 64, 1.1e8, 1.5e9, 1 / 2)),
+    ("aspect_ratio", [], 31_882_240, (3e-3, 64, 1.1e8, 1.5e9, 1 / 4)),
+    ("aspect_ratio", ["--n_mid_layers=6", "--downsample_rate_target=1/6"], 40_274_944,
+     (3e-3, 64, 1.1e8, 1.5e9, 1 / 6)),
+])
+def test_the_papers_configurations_have_the_papers_sizes_and_values(name, flags, count, values):
+    path = str(ROOT / "config" / f"{name}.py")
+    h = train.DEFAULTS | read_command_line([path, *flags], train.DEFAULTS)
+    with torch.device("meta"):
+        model = Model(ModelConfig(**train.model_config_of(h)))
+    assert sum(p.numel() for p in model.parameters()) == count
+    keys = "learning_rate effective_batch_size warmup_bytes training_bytes downsample_rate_target"
+    assert tuple(h[key] for key in keys.split()) == values
+    keys = "seq_len attention_window policy_window policy_scale policy_start_bytes num_draws"
+    assert tuple(h[key] for key in keys.split()) == (4096, 64, 8, 16, 0, 1)
+    keys = "gamma lambda_pi lambda_target lambda_early"
+    assert tuple(h[key] for key in keys.split()) == (0.99, 1e-2, 1e-2, 1e-1)
