@@ -204,18 +204,18 @@ def log_step(path, r, h):
     speed = h.log_interval * h.effective_batch_size * h.seq_len / r.pop("seconds")
     log(path, r | {"bytes_per_second": speed})
     print(f"step {r['step']} {r['bytes'] / 1e6:.2f} MB | {r['auto'] / math.log(2):.3f} bits/byte, "
-          f"rate {r['rate']:.3f}, entropy {r['entropy']:.3f} | pi {r['pi']:+.4f} | "
-          f"target {r['target']:+.4f} | norm {r['grad_norm']:.2f} | {speed / 1e3:.1f} kB/s, "
-          f"{(h.training_bytes - r['bytes']) / speed / 60:.0f} min left")
+          f"rate {r['rate']:.3f}, entropy {r['entropy']:.3f} | norm {r['grad_norm']:.2f} | "
+          f"{speed / 1e3:.1f} kB/s, {(h.training_bytes - r['bytes']) / speed / 60:.0f} min left")
 
 
 def log_evaluation(path, r, shown):
     """Logs and prints an evaluation's record r and the line of held-out text."""
     log(path, r | {"line": [(byte, int(a), round(p, 2)) for byte, a, p in shown]})
-    print(f"step {r['step']} validation: {r['val_bpb']:.4f} bits/byte, rate {r['val_rate']:.3f} | "
-          f"tokens end {r['ends_before']:.0%} on last letters, {r['ends_between']:.0%} between "
-          f"words, {r['ends_after']:.0%} on first letters")
-    print("".join(as_terminal(shown, sys.stdout.isatty() and "NO_COLOR" not in os.environ)))
+    print(f"step {r['step']} validation: {r['val_bpb']:.3f} bits/byte, rate {r['val_rate']:.3f} | "
+          f"tokens end {r['ends_between']:.0%} between words, {r['ends_before']:.0%} on last "
+          f"letters, {r['ends_after']:.0%} on first")
+    pieces = as_terminal(shown[:80], sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    print("".join(pieces).replace("\n", "⏎"))
 
 
 def diverged(step, checkpoint):

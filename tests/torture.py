@@ -41,34 +41,32 @@ PREPARE = ("prepare.py", "--dataset=files", f"--input={BASE}/texts", "--out_dir=
            "--seq_len=256", "--val_fraction=0.2", "--shard_bytes=20480")
 TRAIN = "train.py", *TINY, "--data=data", "--out_dir=out", f"--training_bytes={12 * 4 * 32}"
 RESUME = "train.py", "--out_dir=out", "--resume=True"  # TRAIN saves at steps 4, 8 and 12
-CALLS = ("open", "replace", "unlink", "truncate", "TextIOWrapper.truncate", "TextIOWrapper.write",
-         "TextIOWrapper.__exit__", "BufferedWriter.write", "BufferedWriter.__exit__")  # of files
-TOOK = {TRAIN: 0.7, PREPARE: 0.1}  # seconds, about
+CALLS = ("replace", "unlink", "truncate", "TextIOWrapper.truncate", "TextIOWrapper.write",
+         "BufferedWriter.write")  # the functions of C that change files
+LAST = {TRAIN: (46, 0.7), PREPARE: (110, 0.1)}  # events of CALLS, and seconds, that it takes
 
 
-def child(command, stderr, call, k, stop):
-    """Does what `python COMMAND` does, until make_model if `stop`.
-
-    kill -9 meets it at the k-th time that it comes to, or from, a function of C of this name.
-    """
+def child(command, stderr, last, stop):
+    """Does what `python COMMAND` does, until make_model if `stop`, or kill -9 at the last event."""
     def count(_, event, function):
-        if event in ("c_call", "c_return") and function.__qualname__ == call and next(number) == k:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if event in ("c_call", "c_return") and function.__qualname__ in CALLS:
+            if next(number) == last:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     number = itertools.count(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(stderr.fileno(), 2)
     if stop:
         model.make_model = lambda config: sys.exit()
-    if call:
+    if last:
         sys.setprofile(count)
     sys.argv = [*command]
     runpy.run_path(ROOT / command[0], run_name="__main__")
 
 
-def start(command, call=None, k=0, stop=False):
+def start(command, last=None, stop=False):
     stderr = tempfile.TemporaryFile("w+", errors="replace")
-    process = FORK.Process(target=child, args=(command, stderr, call, k, stop))
+    process = FORK.Process(target=child, args=(command, stderr, last, stop))
     process.start()
     return process, stderr
 
@@ -154,7 +152,7 @@ def shards(rng):
     """Shards, finished or not, one of whose files is damaged: the same end, or one line."""
     if rng.random() < 0.5:
         shutil.rmtree("data")
-        finish(start(PREPARE, "BufferedWriter.write", rng.randint(1, 40)))
+        finish(start(PREPARE, last=rng.randint(5, 110)))
     command = TRAIN if Path("data/meta.json").exists() else PREPARE
     path = rng.choice([*Path("data").glob("*.bin"), *[*Path("data").glob("*.json")] * 5])
     raw = path.read_bytes()
@@ -201,9 +199,10 @@ def kill(rng):
         shutil.rmtree("data")
     for disturbed in [True] * rng.randint(1, 5) + [False]:
         again = RESUME if Path("out/ckpt.pt").exists() else command
-        call = rng.choice(CALLS) if disturbed and rng.random() < 0.7 else None
-        seconds = rng.uniform(0, TOOK[command]) if disturbed and not call else 300
-        ended = finish(start(again, call, rng.randint(1, rng.choice([4, 80]))), seconds)
+        last, seconds = LAST[command]
+        last = rng.randint(1, last) if disturbed and rng.random() < 0.7 else None
+        seconds = rng.uniform(0, seconds) if disturbed and not last else 300
+        ended = finish(start(again, last), seconds)
         if what := wrong(ended, 0, *[-signal.SIGKILL] * disturbed):
             return what
     return other_end(command)
@@ -215,7 +214,7 @@ def race(rng):
     if command == PREPARE:
         shutil.rmtree("data")
     first = start(command)
-    time.sleep(rng.choice([0, rng.uniform(0, TOOK[command])]))
+    time.sleep(rng.choice([0, rng.uniform(0, LAST[command][1])]))
     second = start(command)
     ended = sorted([finish(first), finish(second)])
     late = [0] * (command == PREPARE)  # it is content with a finished set
