@@ -2,8 +2,8 @@
 A byte-level language model that learns where its tokens end.
 "You Can Learn Tokenization End-to-End with Reinforcement Learning", arXiv 2602.13940.
 
-Read it top to bottom; the data flows the same way. `# eq. n` is the paper's equation n.
-The names are the paper's too:
+The parts come first, top to bottom as the data flows; Model.forward puts them together.
+`# eq. n` is the paper's equation n. The names are the paper's too:
 
     x  bytes, x_0 = <bos>                      (B, N)      X   byte representations       (B, N, D)
     a  a_i = 1: a token ends at byte i         (K, B, N)   X'  those at the boundaries    (B, M, D)
@@ -81,7 +81,7 @@ def rotate(x, cos, sin):
 
 
 def softcapped_attention(q, k, v, mask):
-    """q (..., Q, h), k and v (..., K, h), mask (..., Q, K) True where q may look at k."""
+    """Of q (..., Q, h) over k and v (..., M, h); mask (..., Q, M) is True where q may look."""
     scores = softcap((q @ k.mT).float() / math.sqrt(q.size(-1)), ATTENTION_SOFTCAP)
     return scores.masked_fill(~mask, -torch.inf).softmax(-1).type_as(v) @ v
 
@@ -95,8 +95,8 @@ def causal_attention(q, k, v):
 def window_attention(q, k, v, window):
     """Causal attention to the last `window` positions, over (B, H, N, h), in O(N * window).
 
-    The row is cut into chunks of half a window. A chunk's queries need the keys of their own chunk
-    and of those that a window reaches back into. So every product is a batch of small dense ones.
+    The row is cut into chunks of half a window, of 8 at least. A chunk's queries need the keys of
+    their own chunk and of those that a window reaches back into: small dense products.
     """
     N, window = q.size(2), min(window, q.size(2))
     C = max(window // 2, 8)  # products smaller than 8 by 16 are slow
@@ -163,16 +163,16 @@ class Block(nn.Module):
 def draw(p, u):
     """Draws boundaries a (..., N) bool of uniforms u (..., N) in parallel, exactly; eq. 19-21.
 
-    p (..., N, 2^w) holds p_i for each history h of decisions; bit j-1 of h is a_{i-j}. It means
+    p (..., N, 2^w) holds p_i for each history h of decisions; bit j-1 of h is a_{i-j}. Same as
 
         h = 0
         for i in range(N):
             a[i] = u[i] < p[i, h]
             h = (2 * h + a[i]) % 2**w
 
-    A position is thus a table: from the history before it to the one after it. Two tables make
-    one. A tree of pairs makes the table of every stretch of 2, 4, 8 ... positions; down the tree,
-    from the row's start, comes the history that enters each position: 2 log2(N) small steps.
+    Given u, each position maps the history before it to the one after it: a table. Neighbouring
+    tables compose, in any grouping, hence exactly. A tree of pairs makes those of 2, 4, 8 ...
+    positions; down the tree comes the history that enters each position: 2 log2(N) small steps.
     """
     N, H = p.shape[-2:]
     decision = u[..., None] < p  # (..., N, H)
@@ -183,8 +183,8 @@ def draw(p, u):
         levels.append(after)
         after = after[..., 1::2, :].gather(-1, after[..., ::2, :])  # the second after the first
     history = after.new_zeros(after.shape[:-1])  # (..., 1): no boundaries before the row
-    for after in reversed(levels):
-        second = after[..., ::2, :].gather(-1, history[..., None])[..., 0]
+    for table in reversed(levels):
+        second = table[..., ::2, :].gather(-1, history[..., None])[..., 0]
         history = torch.stack((history, second), -1).flatten(-2)  # twice as many positions
     return decision.gather(-1, history[..., :N, None])[..., 0]
 
@@ -249,7 +249,7 @@ class Model(nn.Module):
         self.register_buffer("rotation", rope(config.seq_len, D // H), persistent=False)
         self.embedding = nn.Embedding(VOCAB_SIZE, D)
         self.down = nn.ModuleList(Block(D, H, D, W) for _ in range(config.n_down_layers))
-        self.early_norm = RMSNorm(D)  # before the policy and the early head, as before the head
+        self.early_norm = RMSNorm(D)  # of the policy and the early head
         self.policy = nn.Linear(D, 1 + config.policy_window, bias=False)  # W_0 .. W_w, eq. 21
         self.middle = nn.ModuleList(Block(D, H, 4 * D) for _ in range(config.n_mid_layers))
         self.up = nn.ModuleList(Block(D, H, D, W) for _ in range(config.n_up_layers))
@@ -262,7 +262,7 @@ class Model(nn.Module):
         nn.init.normal_(self.head.weight, std=0.02)
         if config.early_exit:
             self.early_head = copy.deepcopy(self.head)  # W_early, eq. 14
-        nn.init.zeros_(self.policy.weight)  # p starts at the target everywhere
+        nn.init.zeros_(self.policy.weight)  # p starts at the target everywhere, but for eq. 23
 
     def run(self, blocks, x, positions):
         """x (B, N, D) through the blocks; positions (N,) or (B, N) in bytes."""
@@ -301,7 +301,7 @@ class Model(nn.Module):
         return softcap(l, self.config.policy_softcap) if self.training else l
 
     def boundaries(self, z, u):
-        """The draw: z (B, N, 1 + w), uniforms u (K, B, N) -> a (K, B, N) bool; eq. 2, 19-23."""
+        """z (B, N, 1 + w) and uniforms u (K, B, N) -> a (K, B, N) bool; eq. 2, 19-23."""
         l = z[..., :1]
         for j in range(1, z.size(-1)):  # (B, N, 2^j): a_{i-j} = 0 or 1
             l = torch.cat((l, l + z[..., j, None]), dim=-1)
@@ -330,12 +330,11 @@ class Model(nn.Module):
         return self.decode(Y)
 
     def forward(self, x, y, u):
-        """Bytes x (B, N), x_0 = <bos>, next bytes y (B, N), uniforms u (K, B, N) -> logp, ...
+        """x, y (B, N), uniforms u (K, B, N) -> logp (K, B, N), early_logp (B, N), l, a (K, B, N).
 
-        Returns log p(y) with boundaries, logp (K, B, N), and without, early_logp (B, N), in nats,
-        or 0 if there is no early exit; the decisions' logits l (K, B, N); the decisions a (K, B, N)
-        bool. No output at i depends on a byte or a decision after i, but logp's on y_i. The first
-        draw teaches all layers. The others only tell the policy how good they were.
+        x_0 = <bos>. logp is log p(y | x, a) in nats; early_logp is that of the early exit, or 0
+        without one. a is bool. Nothing at i depends on later bytes or decisions, but log p on y_i.
+        The first draw teaches all layers. The others only tell the policy how good they were.
         """
         X = self.encode(x)
         z = self.policy_terms(X)
@@ -369,9 +368,9 @@ def load_checkpoint(path):
     if not Path(path).exists():
         raise FileNotFoundError(f"no checkpoint {path}; train.py makes one")
     try:
-        archive = zipfile.ZipFile(path)  # torch writes checksums, but compares none,
+        archive = zipfile.ZipFile(path)  # torch compares no checksum, and skips marked folders
         if archive.testzip() or any(entry.external_attr for entry in archive.infolist()):
-            raise ValueError("damaged")  # ... and skips an entry that is marked as a folder
+            raise ValueError("damaged")
         saved = torch.load(path, map_location="cpu", weights_only=True)
         model = make_model(ModelConfig(**saved["model_config"]))
         model.load_state_dict(saved["model"])

@@ -10,7 +10,6 @@ import io
 import json
 import math
 import os
-import shlex
 import signal
 import sys
 import time
@@ -54,7 +53,7 @@ policy_scale = 1.5  # S, eq. 22: the smaller, the faster the policy learns
 policy_softcap = 5.0  # eq. 23: the decision's logit stays within +- this in training
 # loss
 num_draws = 2  # K draws of each row, each judged by the others; 1: the paper's estimator, eq. 15-17
-policy_interval = 4  # with K > 1, every how many steps they are made; L_pi and L_tgt count in these
+policy_interval = 4  # with K > 1, every how many steps L_pi and L_tgt count; momentum acts between
 gamma = 0.99  # discount of later rewards, eq. 16
 lambda_pi = 1e-2  # weight of the policy's loss, eq. 27
 lambda_target = 1e-2  # weight of L_tgt, which keeps the rate
@@ -62,10 +61,10 @@ lambda_early = 1e-1  # weight of the early head's loss; only num_draws=1 has suc
 # optimizer: AdamW
 training_bytes = 8_000_000  # length of the run
 effective_batch_size = 16  # rows in a step, over all processes and accumulation
-batch_size = 16  # rows in one forward pass of one process; eq. 24, and eq. 17, average over these
+batch_size = 16  # rows in a pass of one process; eq. 17 and 24 average over a pass of all processes
 learning_rate = 3e-3  # reached after warm-up; falls to 0 along a cosine
 warmup_bytes = 200_000  # linear warm-up
-policy_start_bytes = 500_000  # until then p stays at the target, while tokens become useful
+policy_start_bytes = 500_000  # until then p stays near the target, while tokens become useful
 weight_decay = 0.01  # of matrices; torch's default
 grad_clip = 1.0  # largest gradient norm
 # log
@@ -82,7 +81,7 @@ DEFAULTS = {key: value for key, value in list(globals().items())
             if type(value) in (int, float, bool, str) and key.islower() and key[0] != "_"}
 
 
-# ---- The losses. What draws have, logp, R, G, A, l, a, is (K, B, N). Log-likelihoods are in nats.
+# ---- The losses. Of all draws, (K, B, N): logp, R, G, A, l, a. Log-likelihoods are in nats.
 
 def mean_over_processes(z):
     """The mean of a tensor over all processes, which must all call this."""
@@ -93,7 +92,7 @@ def mean_over_processes(z):
 
 
 def discounted_return(R, gamma):
-    """G_i = sum_k gamma^k R_{i+k}, eq. 16; R and G (..., N). Doubles the terms log2(N) times."""
+    """G_i = sum_k gamma^k R_{i+k}, eq. 16, in log2(N) doublings; R and G (..., N)."""
     G, reach = R, 1
     while reach < R.size(-1):
         G = G + gamma**reach * F.pad(G[..., reach:], (0, reach))
@@ -102,11 +101,11 @@ def discounted_return(R, gamma):
 
 
 def advantage(G):
-    """A (K, B, N): the return G (K, B, N) less what other draws had at the same position."""
+    """A (K, B, N): the return G (K, B, N) less what was to be expected at the same position."""
     K = len(G)
     if K == 1:
-        return G - mean_over_processes(G.mean(1))  # eq. 17: the rows of this micro-batch
-    return (G - G.mean(0)) * K / (K - 1)  # the row's other draws: G_k - mean of G_j, j != k
+        return G - mean_over_processes(G.mean(1))  # eq. 17: all rows of this pass
+    return (G - G.mean(0)) * K / (K - 1)  # G_k less the mean of the row's other draws' G_j
 
 
 def policy_loss(l, a, A):
@@ -118,31 +117,31 @@ def policy_loss(l, a, A):
 def target_loss(l, target):
     """L_tgt, eq. 24: it pushes all logits down when the mean p is above the target, else up.
 
-    The mean is that of a micro-batch over all processes, so it depends on batch_size.
+    The mean is that of one pass of all processes, so L_tgt depends on batch_size.
     """
     mean_p = mean_over_processes(l.detach().sigmoid().mean())
     return l.mean() * (mean_p - target)
 
 
-# ---- Data: the order of rows, and what decides the draws.
+# ---- Data: the order of rows, and the uniforms of the draws.
 
 @lru_cache(2)
 def row_order(seed, epoch, n):
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
-def micro_batches(shards, first, K, h, rank, world, device):
-    """This process's part of the step that begins with the run's row number `first`, in passes.
+def micro_batches(shards, first_row, K, h, rank, world, device):
+    """This process's passes of the step that begins with the run's row number `first_row`.
 
-    x and y (B, N) int64, u (K, B, N). Every epoch has an order of its own. Draws do not depend on
-    the number of processes or passes.
+    A list of x and y (B, N) int64 and u (K, B, N). Each epoch has its own order. Draws do not
+    depend on the number of processes or passes.
     """
     n, B = sum(map(len, shards)), h.effective_batch_size
-    numbers = np.array([row_order(h.seed, i // n, n)[i % n] for i in range(first, first + B)])
-    u = np.random.default_rng([h.seed, 1, first]).random((K, B, h.seq_len), np.float32)
-    numbers, u, batches = numbers[rank::world], torch.from_numpy(u[:, rank::world]), []
-    for part in (slice(i, i + h.batch_size) for i in range(0, len(numbers), h.batch_size)):
-        x, y = inputs_and_targets(read_rows(shards, numbers[part]))
+    rows = [row_order(h.seed, i // n, n)[i % n] for i in range(first_row, first_row + B)]
+    u = np.random.default_rng([h.seed, 1, first_row]).random((K, B, h.seq_len), np.float32)
+    rows, u, batches = rows[rank::world], torch.from_numpy(u[:, rank::world]), []
+    for part in (slice(i, i + h.batch_size) for i in range(0, len(rows), h.batch_size)):
+        x, y = inputs_and_targets(read_rows(shards, rows[part]))
         batches.append((x.to(device), y.to(device), u[:, part].to(device)))
     return batches
 
@@ -172,22 +171,21 @@ def evaluate(model, shards, eval_rows, batch_size, autocast):
     Rows and uniforms are the same every time. Bits are per byte, val_stderr is over rows,
     val_entropy is the mean -log pi(a_i) in nats.
     """
-    n_rows, device = sum(map(len, shards)), model.embedding.weight.device
-    numbers = np.linspace(0, n_rows - 1, min(eval_rows, n_rows)).astype(int)
-    generator, parts = torch.Generator().manual_seed(0), []
+    n, device = sum(map(len, shards)), model.embedding.weight.device
+    rows = np.linspace(0, n - 1, min(eval_rows, n)).astype(int)
+    generator, passes = torch.Generator().manual_seed(0), []
     model.eval()
-    for part in np.split(numbers, range(batch_size, len(numbers), batch_size)):
+    for part in np.split(rows, range(batch_size, len(rows), batch_size)):
         x, y = (z.to(device) for z in inputs_and_targets(read_rows(shards, part)))
         u = torch.rand(1, *x.shape, generator=generator).to(device)
         with autocast:
-            logp, early_logp, l, a = model(x, y, u)
-        parts.append((x, -logp[0] / math.log(2), -early_logp / math.log(2), l[0], a[0].bool()))
+            logp, _, l, a = model(x, y, u)
+        passes.append((x, -logp[0] / math.log(2), l[0], a[0].bool()))
     model.train()
-    x, bits, early_bits, l, a = map(torch.cat, zip(*parts))
+    x, bits, l, a = map(torch.cat, zip(*passes))
     results = {"val_bpb": bits.mean(), "val_stderr": bits.mean(1).std() / math.sqrt(len(bits)),
-               "val_early_bpb": early_bits.mean(), "val_rate": a.float().mean(),
-               "val_entropy": F.binary_cross_entropy_with_logits(l[:, 1:], a[:, 1:].float()),
-               **where_tokens_end(x, a)}
+               "val_rate": a.float().mean(), **where_tokens_end(x, a),
+               "val_entropy": F.binary_cross_entropy_with_logits(l[:, 1:], a[:, 1:].float())}
     shown = list(zip(*(z[0, 1:161].tolist() for z in (x, a, l.sigmoid()))))
     return {name: value.item() for name, value in results.items()}, shown
 
@@ -200,9 +198,9 @@ def log(path, record):
 
 
 def log_step(path, r, h):
-    """Logs and prints a step's record r; seconds are those of the steps since the last one."""
-    speed = h.log_interval * h.effective_batch_size * h.seq_len / r.pop("seconds")
-    log(path, r | {"bytes_per_second": speed})
+    """Logs and prints a step's record r."""
+    log(path, r)
+    speed = r["bytes_per_second"]
     print(f"step {r['step']} {r['bytes'] / 1e6:.2f} MB | {r['auto'] / math.log(2):.3f} bits/byte, "
           f"rate {r['rate']:.3f}, entropy {r['entropy']:.3f} | norm {r['grad_norm']:.2f} | "
           f"{speed / 1e3:.1f} kB/s, {(h.training_bytes - r['bytes']) / speed / 60:.0f} min left")
@@ -261,8 +259,8 @@ def begin(argv, rank):
             needed = {"optimizer", "scaler", "step", "rows_seen", "log_bytes"}
             if needed - saved.keys() or saved["config"].keys() != DEFAULTS.keys():
                 raise ValueError(f"{checkpoint} was made by another version of train.py")
-            made = {key: parse(key, value, DEFAULTS) for key, value in saved["config"].items()}
-            chosen = made | chosen
+            before = {key: parse(key, value, DEFAULTS) for key, value in saved["config"].items()}
+            chosen = before | chosen
         h = SimpleNamespace(**DEFAULTS | chosen)
         check(h)
         config = ModelConfig(**model_config_of(vars(h)))
@@ -270,8 +268,8 @@ def begin(argv, rank):
         model = model or make_model(config)
     except (OSError, ValueError) as error:
         fail(str(error))
-    if others := [key for key, v in asdict(config).items() if getattr(model.config, key) != v]:
-        fail(f"{checkpoint} holds a model with other {', '.join(others)}")
+    if changed := [key for key, v in asdict(config).items() if getattr(model.config, key) != v]:
+        fail(f"{checkpoint} holds a model with other {', '.join(changed)}")
     if rank == 0:
         print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters; "
               "the first steps may take a minute, if they are compiled")
@@ -310,8 +308,6 @@ def set_up_machine(h, world):
     if kind == "cpu":  # a resumed run repeats to the last bit
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
-    for number in signal.SIGINT, signal.SIGTERM:  # torchrun passes SIGTERM on
-        signal.signal(number, lambda *_: stop.append(True))
     autocast = torch.autocast(kind, getattr(torch, precision), precision != "float32")
     return device, autocast, torch.amp.GradScaler(kind, enabled=precision == "float16")
 
@@ -360,17 +356,16 @@ def restore(saved, optimizer, scaler, log_file, rank):
     return saved["step"], saved["rows_seen"]
 
 
-def set_learning_rates(optimizer, before, after, h):
-    """For the step between two numbers of bytes: linear warm-up, a cosine to 0, held policy."""
-    rate = h.learning_rate * after / max(h.warmup_bytes, 1)
-    if after >= h.warmup_bytes:
-        done = (after - h.warmup_bytes) / max(h.training_bytes - h.warmup_bytes, 1)
-        rate = h.learning_rate * (1 + math.cos(math.pi * min(done, 1))) / 2
+def set_learning_rates(optimizer, start, end, h):
+    """For the step from byte `start` to `end`: linear warm-up, a cosine to 0, a held policy."""
+    lr = h.learning_rate * end / max(h.warmup_bytes, 1)
+    if end >= h.warmup_bytes:
+        done = (end - h.warmup_bytes) / max(h.training_bytes - h.warmup_bytes, 1)
+        lr = h.learning_rate * (1 + math.cos(math.pi * min(done, 1))) / 2
     for group in optimizer.param_groups:
-        group["lr"] = rate
-    if before < h.policy_start_bytes:
+        group["lr"] = lr
+    if start < h.policy_start_bytes:
         optimizer.param_groups[-1]["lr"] = 0.0
-    return rate
 
 
 # ---- The loop. h has the hyperparameters above, after configuration files and flags.
@@ -386,47 +381,48 @@ def main(argv):
     train_shards, val_shards = open_data(h, rank, device)
     optimizer = make_optimizer(model.to(device).train(), h)
     step, rows_seen = restore(saved, optimizer, scaler, log_file, rank)
-    first_step, seconds = step, 0.0
+    first_step, logged_step, seconds = step, step, 0.0
     if h.compile and device.type != "mps":
         compile_blocks(model)
     net = DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model
-
+    for number in signal.SIGINT, signal.SIGTERM:  # torchrun passes SIGTERM on
+        signal.signal(number, lambda *_: stop.append(True))
     while True:
         bytes_seen = rows_seen * h.seq_len
         finished = bytes_seen >= h.training_bytes
         stopping = mean_over_processes(torch.tensor(float(len(stop)), device=device)).item() > 0
         due = (step % h.eval_interval == 0 or finished) and (step > first_step or not saved)
         if due and rank == 0:
-            numbers, shown = evaluate(model, val_shards, h.eval_rows, h.batch_size, autocast)
-            log_evaluation(log_file, {"step": step, "bytes": bytes_seen} | numbers, shown)
+            results, shown = evaluate(model, val_shards, h.eval_rows, h.batch_size, autocast)
+            log_evaluation(log_file, {"step": step, "bytes": bytes_seen} | results, shown)
         if (due or stopping) and step > first_step and rank == 0:
             save(checkpoint, log_file, h, model, optimizer, scaler, step, rows_seen)
         if finished or stopping:
             break
 
         step, started = step + 1, time.perf_counter()
-        teaching = h.boundaries == "learned" and (h.num_draws == 1 or step % h.policy_interval == 0)
-        K = h.num_draws if teaching else 1
+        policy_step = h.boundaries == "learned" and (
+            h.num_draws == 1 or step % h.policy_interval == 0)
+        K = h.num_draws if policy_step else 1
         batches = micro_batches(train_shards, rows_seen, K, h, rank, world, device)
         rows_seen += h.effective_batch_size
-        lr = set_learning_rates(optimizer, bytes_seen, rows_seen * h.seq_len, h)
+        set_learning_rates(optimizer, bytes_seen, rows_seen * h.seq_len, h)
         terms = torch.zeros(len(TERMS), device=device)
         for i, (x, y, u) in enumerate(batches):
             net.require_backward_grad_sync = i == len(batches) - 1  # once a step
             with autocast:
-                logp, early_logp, l, a = net(x, y, u)
+                logp, early_logp, l, a = net(x, y, u)  # early_logp is 0 without an early exit
             R = (logp - early_logp).detach()  # eq. 15
             A = advantage(discounted_return(R, h.gamma))  # eq. 16-17
-            L_pi, L_tgt = policy_loss(l, a, A), target_loss(l, h.downsample_rate_target)
+            L_pi = policy_step * policy_loss(l, a, A)
+            L_tgt = policy_step * target_loss(l, h.downsample_rate_target)
             L_auto, L_early = -logp[0].mean(), -early_logp.mean()  # eq. 25-26
-            L = L_auto + h.lambda_early * L_early  # eq. 27
-            L = L + teaching * (h.lambda_pi * L_pi + h.lambda_target * L_tgt)
+            L = L_auto + h.lambda_pi * L_pi + h.lambda_target * L_tgt + h.lambda_early * L_early
             if h.boundaries != "learned":
-                L = L + model.boundary_loss(l, a)
-            scaler.scale(L / len(batches)).backward()
+                L = L + model.boundary_loss(l, a)  # experiments/systems.py
+            scaler.scale(L / len(batches)).backward()  # eq. 27
             entropy = F.binary_cross_entropy_with_logits(l[..., 1:], a[..., 1:].float())
-            new = torch.stack((L_auto, L_early, L_pi, L_tgt, a.float().mean(), entropy))
-            terms += new.detach() / len(batches)
+            terms += torch.stack((L_auto, L_early, L_pi, L_tgt, a.float().mean(), entropy)).detach()
         scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), h.grad_clip).item()
         if not math.isfinite(grad_norm) and scaler.get_scale() <= 1:  # float16 skips such a step
@@ -436,14 +432,15 @@ def main(argv):
         optimizer.zero_grad(set_to_none=True)
         seconds += time.perf_counter() - started
         if step % h.log_interval == 0:
-            terms = dict(zip(TERMS, mean_over_processes(terms).tolist()))
-            record = {"step": step, "bytes": rows_seen * h.seq_len, "lr": lr, "seconds": seconds}
+            terms = dict(zip(TERMS, mean_over_processes(terms / len(batches)).tolist()))
+            speed = (step - logged_step) * h.effective_batch_size * h.seq_len / seconds
+            record = {"step": step, "bytes": rows_seen * h.seq_len, **terms}
             if rank == 0:
-                log_step(log_file, record | terms | {"grad_norm": grad_norm}, h)
-            seconds = 0.0
+                log_step(log_file, record | {"grad_norm": grad_norm, "bytes_per_second": speed}, h)
+            logged_step, seconds = step, 0.0
     if rank == 0:
-        print(f"done: python sample.py --out_dir={shlex.quote(h.out_dir)} shows what it writes"
-              if finished else f"stopped after step {step}; add --resume=True to go on")
+        print(f"done: python sample.py --out_dir={h.out_dir} shows what it writes" if finished else
+              f"stopped after step {step}" + "; add --resume=True to go on" * checkpoint.exists())
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
@@ -453,15 +450,11 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
     try:
         main(sys.argv[1:])
-    except KeyboardInterrupt:
-        sys.exit(130)
     except Exception as error:
         if stop:  # Ctrl-C reaches the compiler as well
             sys.exit("train.py: stopped within a step; what was saved before is whole")
-        if isinstance(error, OSError):
-            fail(f"{error}; what was saved before is whole")
         if isinstance(error, torch._dynamo.exc.TorchDynamoException):
             fail(f"torch.compile fails: {str(error).splitlines()[0]}; take --compile=False")
-        if "out of memory" in str(error) or "can't allocate memory" in str(error):
-            fail("out of memory; a smaller batch_size needs less; what was saved before is whole")
+        if isinstance(error, OSError):
+            fail(f"{error}; what was saved before is whole")
         raise

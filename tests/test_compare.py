@@ -111,8 +111,7 @@ def test_every_system_and_seed_is_trained_for_as_many_bytes_as_equal_flops_allow
     compare.main(["--systems=uniform,learned-w2", "--seeds=2", "--first_seed=7", "--bytes=1e6",
                   "--equal=flops", "--gamma=0.5"])
     flags = {"uniform": {"boundaries": "uniform", "training_bytes": 1_000_000},
-             "learned-w2": {"boundaries": "learned", "training_bytes": 400_000,
-                            "policy_window": 2}}
+             "learned-w2": {"boundaries": "learned", "training_bytes": 400_000, "policy_window": 2}}
     assert asked == {f"{name}-{seed}": flags[name] | {"seed": seed, "gamma": 0.5}
                      for seed in (7, 8) for name in flags}
 
@@ -174,10 +173,9 @@ def test_the_distance_to_plain_bytes_is_that_of_the_same_shape_budget_and_seed()
         return {"budget": budget, "shape": f"embedding_dim={size},num_heads=2", "seed": seed,
                 "system": system, "bpb": bpb}
 
-    records = [record("none", 2.0), record("hnet", 1.5), record("none", 3.0, size=8),
-               record("hnet", 3.25, size=8), record("none", 7.0, budget=2.0),
-               record("gumbel", 6.0, budget=2.0), record("hnet", 9.0, size=4),
-               record("hnet", 9.0, seed=2)]
+    rows = [("none", 2.0), ("hnet", 1.5), ("none", 3.0, 1.0, 8), ("hnet", 3.25, 1.0, 8),
+            ("none", 7.0, 2.0), ("gumbel", 6.0, 2.0), ("hnet", 9.0, 1, 4), ("hnet", 9.0, 1, 16, 2)]
+    records = [record(*row) for row in rows]
     size = distance.flag("embedding_dim", 128)
     assert distance.distances(records, size) == {
         (1.0, "hnet"): [(8, -0.25), (16, 0.5)], (2.0, "gumbel"): [(16, 1.0)]}

@@ -49,9 +49,8 @@ LAST = {TRAIN: (46, 0.7), PREPARE: (110, 0.1)}  # events of CALLS, and seconds, 
 def child(command, stderr, last, stop):
     """Does what `python COMMAND` does, until make_model if `stop`, or kill -9 at the last event."""
     def count(_, event, function):
-        if event in ("c_call", "c_return") and function.__qualname__ in CALLS:
-            if next(number) == last:
-                os.kill(os.getpid(), signal.SIGKILL)
+        if event[:2] == "c_" and function.__qualname__ in CALLS and next(number) == last:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     number = itertools.count(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -130,8 +129,7 @@ def damage(raw, rng):
         raw[:i] + bytes(j - i) + raw[j:], raw[:i] + raw[j:], b"[" * 100000, bytes(512)])
 
 
-# Each kind makes a case in the current folder, which holds the data and nothing else; it returns
-# what was wrong with the case, or None.
+# Each kind makes a case in the current folder, which holds data; it returns what was wrong, if any.
 
 
 def mistakes(rng):
