@@ -209,9 +209,9 @@ def log_step(path, r, h):
 def log_evaluation(path, r, shown):
     """Logs and prints an evaluation's record r and the line of held-out text."""
     log(path, r | {"line": [(byte, int(a), round(p, 2)) for byte, a, p in shown]})
-    print(f"step {r['step']} validation: {r['val_bpb']:.3f} bits/byte, rate {r['val_rate']:.3f} | "
-          f"tokens end {r['ends_between']:.0%} between words, {r['ends_before']:.0%} on last "
-          f"letters, {r['ends_after']:.0%} on first")
+    print(f"step {r['step']} val {r['val_bpb']:.3f} bits/byte, rate {r['val_rate']:.3f} | ends: "
+          f"{r['ends_between']:.0%} between words, {r['ends_before']:.0%} on last letters, "
+          f"{r['ends_after']:.0%} first")
     pieces = as_terminal(shown[:80], sys.stdout.isatty() and "NO_COLOR" not in os.environ)
     print("".join(pieces).replace("\n", "⏎"))
 
@@ -256,7 +256,7 @@ def begin(argv, rank):
     try:
         if chosen.get("resume"):
             model, saved = load_checkpoint(checkpoint)
-            needed = {"optimizer", "scaler", "step", "rows_seen", "log_bytes"}
+            needed = {"optimizer", "scaler", "step", "rows_seen", "log_bytes", "config"}
             if needed - saved.keys() or saved["config"].keys() != DEFAULTS.keys():
                 raise ValueError(f"{checkpoint} was made by another version of train.py")
             before = {key: parse(key, value, DEFAULTS) for key, value in saved["config"].items()}

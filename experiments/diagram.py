@@ -2,7 +2,7 @@
 Draws the method as one picture: a text on its way through a trained model, the boundaries as the
 model drew them, and the reward's way back to the policy.
 
-    python experiments/diagram.py out/ckpt.pt assets/method.svg --text="return self.name"
+    python experiments/diagram.py out/ckpt.pt assets/method.svg --text="for name in names:"
 """
 import html
 import sys
@@ -100,7 +100,7 @@ def main(argv):
     parser = parser_of(__doc__)
     parser.add_argument("checkpoint")
     parser.add_argument("picture")
-    parser.add_argument("--text", default="return self.name + ' is closed'")
+    parser.add_argument("--text", default="raise ValueError(name + ' is')")
     options = parser.parse_args(argv)
     try:
         model, saved = load_checkpoint(options.checkpoint)

@@ -26,8 +26,7 @@ READ = {
     "arc_easy": ("Question: Which is hot?\nAnswer:", [" ice", " fire", " snow"], 1),
     "lambada": ('He said "no.\n\nI saw', [" Ann"], 0),
 }
-CONTEXT, ANSWER = b"the quick brown fox jumps over ", b"the lazy dog"
-LONG = bytes(range(60, 101))
+CONTEXT, ANSWER, LONG = b"the quick brown fox jumps over ", b"the lazy dog", bytes(range(60, 101))
 ITEMS = [(b"", [b"a"], 0), (CONTEXT, [ANSWER, b"!"], 0), (b"context", [LONG], 0),
          (b"ab", [b"cd", bytes(16)], 1)]
 
@@ -91,6 +90,7 @@ def test_the_standard_error_is_the_bootstraps():
     draws = random.integers(0, 400, (4000, 400))
     bootstrap = (bits[draws].sum(1) / sizes[draws].sum(1)).std()
     assert evaluate.ratio(bits, sizes)[1] == pytest.approx(bootstrap, rel=0.05)
+    assert evaluate.ratio(np.array([1.0, 3.0]), np.ones(2)) == pytest.approx((2, 1))  # 2^.5 / 2^.5
 
 
 @pytest.mark.parametrize("name", ROWS)
