@@ -167,12 +167,6 @@ def test_the_picture_shows_the_first_evaluation_the_last_and_two_between(watched
         ends for k, _ in stills for _, ends, _ in expected(k))
 
 
-def test_a_run_of_train_py_can_be_watched(trained, tmp_path):
-    shutil.copy(trained / "log.jsonl", tmp_path)
-    figures.main([f"--watch={tmp_path}/log.jsonl"])
-    assert len(texts((tmp_path / "watch.html").read_text())) == 4  # at steps 0, 4, 8 and 12
-
-
 def test_of_every_system_the_first_run_is_drawn_on_the_first_held_out_row(
         trained, data, tmp_path, monkeypatch):
     for run in "learned-7", "learned-8":

@@ -1,5 +1,5 @@
 """
-Tortures train.py and prepare.py with mistakes, damaged files, kill -9 and rivals. For Linux.
+Tortures train.py and prepare.py with mistakes, damaged files and kill -9. For Linux.
 
     python tests/torture.py --minutes=10 --seed=1       the same time for every kind of case
     python tests/torture.py --seed=1 --only=kill --case=17     repeats a case, keeps its folder
@@ -206,29 +206,7 @@ def kill(rng):
     return other_end(command)
 
 
-def race(rng):
-    """Two runs in a folder, the second a little later: one of them does the work."""
-    command = rng.choice([TRAIN, PREPARE])
-    if command == PREPARE:
-        shutil.rmtree("data")
-    first = start(command)
-    time.sleep(rng.choice([0, rng.uniform(0, LAST[command][1])]))
-    second = start(command)
-    ended = sorted([finish(first), finish(second)])
-    late = [0] * (command == PREPARE)  # it is content with a finished set
-    return wrong(ended[0], 0) or wrong(ended[1], 2, *late) or other_end(command)
-
-
-def diverge(rng):
-    """A run that goes on at a rate at which it diverges: exit code 1, and a finite checkpoint."""
-    shutil.copytree(BASE / "half", "out")
-    odd = f"--learning_rate=1e{rng.randint(37, 60)}", f"--eval_interval={rng.choice([1, 4])}"
-    what = wrong(finish(start([*RESUME, *odd])), 1)
-    finite = all(weight.isfinite().all() for weight in torch.load("out/ckpt.pt")["model"].values())
-    return what or (not finite and "ckpt.pt is not finite")
-
-
-KINDS = {kind.__name__: kind for kind in (mistakes, shards, checkpoint, kill, race, diverge)}
+KINDS = {kind.__name__: kind for kind in (mistakes, shards, checkpoint, kill)}
 
 
 def undisturbed():
