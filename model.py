@@ -49,7 +49,6 @@ class ModelConfig:
 
 # ---- The transformer block of Gemma 2: RMSNorm before and after attention and MLP, RoPE, GeGLU,
 # soft-caps, no biases.
-
 def softcap(z, c):
     return c * torch.tanh(z / c)
 
@@ -159,7 +158,6 @@ class Block(nn.Module):
 
 
 # ---- The policy's draw, select and upsample.
-
 def draw(p, u):
     """Draws boundaries a (..., N) bool of uniforms u (..., N) in parallel, exactly; eq. 19-21.
 
@@ -209,7 +207,6 @@ def select(z, index):
 
 
 # ---- The model.
-
 def inputs_and_targets(rows):
     """Of rows (B, N) uint8: x = <bos> and all bytes but the last, y = all bytes; int64."""
     y = torch.from_numpy(rows).long()
@@ -351,7 +348,6 @@ class Model(nn.Module):
 
 
 # ---- Making and loading models.
-
 SYSTEMS = {"learned": Model}  # experiments/systems.py adds those that it is compared with
 
 

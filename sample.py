@@ -30,7 +30,6 @@ PALETTE = 33, 75, 110, 145, 186, 220, 226  # of a terminal's 256 colours, from b
 
 
 # ---- Generation --------------------------------------------------------------------------------
-
 class Cache:
     """Stands in for Attention.attend: keeps a layer's keys and values, all or a window's.
 
@@ -125,7 +124,6 @@ def generate(model, x, max_new_bytes, temperature=1.0, top_k=None):
 
 
 # ---- What is shown -----------------------------------------------------------------------------
-
 @torch.no_grad()
 def scored(model, text, device):
     """Yields (byte, a, p, nats) of a text's bytes, read in rows as long as the training rows."""
@@ -167,7 +165,6 @@ def as_terminal(stream, colour):
 
 
 # ---- Command line ------------------------------------------------------------------------------
-
 def fail(message):
     print("sample.py:", " ".join(printable(str(message)).split()), file=sys.stderr)
     sys.exit(2)

@@ -73,7 +73,7 @@ eval_interval = 250  # steps between evaluations, each followed by a checkpoint
 eval_rows = 512  # validation rows, the same every time
 # machine
 device = "auto"  # "auto", "cpu", "cuda" or "mps"
-dtype = "auto"  # "auto", "float32", "bfloat16" or "float16" (then with a GradScaler)
+dtype = "auto"  # "auto", "float32", "bfloat16" or "float16" (with a GradScaler; not on "mps")
 compile = True  # torch.compile the model
 seed = 1337  # of weights, order of rows and draws
 
@@ -82,7 +82,6 @@ DEFAULTS = {key: value for key, value in list(globals().items())
 
 
 # ---- The losses. Of all draws, (K, B, N): logp, R, G, A, l, a. Log-likelihoods are in nats.
-
 def mean_over_processes(z):
     """The mean of a tensor over all processes, which must all call this."""
     if dist.is_initialized():
@@ -124,7 +123,6 @@ def target_loss(l, target):
 
 
 # ---- Data: the order of rows, and the uniforms of the draws.
-
 @lru_cache(2)
 def row_order(seed, epoch, n):
     return np.random.default_rng([seed, epoch]).permutation(n)
@@ -147,17 +145,14 @@ def micro_batches(shards, first_row, K, h, rank, world, device):
 
 
 # ---- Evaluation.
-
-LETTERS = torch.tensor([chr(b).isalnum() or b > 127 for b in range(BOS)] + [False])
-
-
 def where_tokens_end(x, a):
     """Shares of tokens that end at a word's last letter, between words and at its first letter.
 
     Of boundaries a (B, N) bool in bytes x (B, N), but <bos>'s; the rest lies inside words. A word
     is letters, digits and bytes beyond ASCII.
     """
-    letter = LETTERS.to(x.device)[x]
+    letters = torch.tensor([chr(b).isalnum() or b > 127 for b in range(BOS)] + [False])
+    letter = letters.to(x.device)[x]
     before, after = F.pad(letter, (1, 0))[:, :-1], F.pad(letter, (0, 1), value=True)[:, 1:]
     kinds = {"ends_before": letter & before & ~after, "ends_between": ~letter,
              "ends_after": letter & ~before}
@@ -191,19 +186,19 @@ def evaluate(model, shards, eval_rows, batch_size, autocast):
 
 
 # ---- What a run prints and leaves: log.jsonl and ckpt.pt.
-
 def log(path, record):
     with path.open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 
-def log_step(path, r, h):
-    """Logs and prints a step's record r."""
-    log(path, r)
-    speed = r["bytes_per_second"]
-    print(f"step {r['step']} {r['bytes'] / 1e6:.2f} MB | {r['auto'] / math.log(2):.3f} bits/byte, "
-          f"rate {r['rate']:.3f}, entropy {r['entropy']:.3f} | norm {r['grad_norm']:.2f} | "
-          f"{speed / 1e3:.1f} kB/s, {(h.training_bytes - r['bytes']) / speed / 60:.0f} min left")
+def log_step(path, step, bytes_seen, terms, grad_norm, speed, h):
+    """Logs and prints a step: terms as main collects them, speed in bytes a second."""
+    r = dict(zip(("auto", "early", "pi", "target", "rate", "entropy"), terms))
+    log(path, {"step": step, "bytes": bytes_seen, **r, "grad_norm": grad_norm,
+               "bytes_per_second": speed})
+    print(f"step {step} {bytes_seen / 1e6:.2f} MB | {r['auto'] / math.log(2):.3f} bits/byte, "
+          f"rate {r['rate']:.3f}, entropy {r['entropy']:.3f} | norm {grad_norm:.2f} | "
+          f"{speed / 1e3:.1f} kB/s, {(h.training_bytes - bytes_seen) / speed / 60:.0f} min left")
 
 
 def log_evaluation(path, r, shown):
@@ -237,7 +232,6 @@ def save(checkpoint, log_file, h, model, optimizer, scaler, step, rows_seen):
 
 
 # ---- Setting up: hyperparameters, machine, model, optimizer.
-
 def model_config_of(h):
     """ModelConfig's arguments, from a dictionary of hyperparameters."""
     early_exit = h["boundaries"] == "learned" and h["num_draws"] == 1 and h["lambda_early"] > 0
@@ -288,8 +282,6 @@ def device_and_dtype(device, dtype):
                 "cpu": lambda: torch.cpu.get_capabilities().get("avx512_bf16")}
         slow = "float16" if device == "cuda" else "float32"  # float16 on a T4
         dtype = "bfloat16" if device in fast and fast[device]() else slow
-    if device == "mps" and dtype == "float16":
-        fail("dtype='float16' fails on Apple GPUs: AdamW ignores the scaler there; take bfloat16")
     return device, dtype
 
 
@@ -369,8 +361,6 @@ def set_learning_rates(optimizer, start, end, h):
 
 
 # ---- The loop. h has the hyperparameters above, after configuration files and flags.
-
-TERMS = "auto", "early", "pi", "target", "rate", "entropy"  # of a step, in the log
 stop = []  # Ctrl-C fills it: the run ends after its step, with a checkpoint
 
 
@@ -407,7 +397,7 @@ def main(argv):
         batches = micro_batches(train_shards, rows_seen, K, h, rank, world, device)
         rows_seen += h.effective_batch_size
         set_learning_rates(optimizer, bytes_seen, rows_seen * h.seq_len, h)
-        terms = torch.zeros(len(TERMS), device=device)
+        terms = torch.zeros(6, device=device)
         for i, (x, y, u) in enumerate(batches):
             net.require_backward_grad_sync = i == len(batches) - 1  # once a step
             with autocast:
@@ -432,11 +422,10 @@ def main(argv):
         optimizer.zero_grad(set_to_none=True)
         seconds += time.perf_counter() - started
         if step % h.log_interval == 0:
-            terms = dict(zip(TERMS, mean_over_processes(terms / len(batches)).tolist()))
+            terms = mean_over_processes(terms / len(batches)).tolist()
             speed = (step - logged_step) * h.effective_batch_size * h.seq_len / seconds
-            record = {"step": step, "bytes": rows_seen * h.seq_len, **terms}
             if rank == 0:
-                log_step(log_file, record | {"grad_norm": grad_norm, "bytes_per_second": speed}, h)
+                log_step(log_file, step, rows_seen * h.seq_len, terms, grad_norm, speed, h)
             logged_step, seconds = step, 0.0
     if rank == 0:
         print(f"done: python sample.py --out_dir={h.out_dir} shows what it writes" if finished else

@@ -65,14 +65,6 @@ def test_text_is_legible_on_every_colour():
         assert (high + 0.05) / (low + 0.05) >= 4.5
 
 
-def test_a_page_for_which_there_is_no_room_leaves_the_old_one(tmp_path):
-    page.write(tmp_path / "page.html", "old")
-    (tmp_path / "page.html.part").symlink_to("/dev/full")
-    with pytest.raises(OSError):
-        page.write(tmp_path / "page.html", "new")
-    assert (tmp_path / "page.html").read_text() == "old"
-
-
 def test_the_command_line_shows_what_the_checkpoint_says_of_a_text(trained, tmp_path):
     (tmp_path / "a").write_text(TEXT)
     page.main([f"--out_dir={trained}", f"--score={tmp_path}/a", f"--html={tmp_path}/a.html"])

@@ -349,9 +349,16 @@ def test_a_second_run_in_a_folder_is_refused_and_a_killed_one_leaves_it_free(dat
     run("train.py", *flags, "--training_bytes=512")
 
 
-@pytest.mark.parametrize("damage", ["a flipped bit", "an entry marked a folder",
+class Payload:
+    """What a malicious checkpoint would have torch.load do."""
+
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize("damage", ["a flipped bit", "an entry marked a folder", "a payload",
                                     "a weight that is not finite", "a size that is missing"])
-def test_a_checkpoint_that_was_damaged_is_refused(damage, trained, tmp_path):
+def test_a_checkpoint_that_was_damaged_is_refused(damage, trained, tmp_path, capsys):
     path = shutil.copy(trained / "ckpt.pt", tmp_path / "ckpt.pt")
     raw, saved = bytearray(path.read_bytes()), torch.load(path)
     if damage == "a flipped bit":
@@ -363,11 +370,22 @@ def test_a_checkpoint_that_was_damaged_is_refused(damage, trained, tmp_path):
     else:
         if damage == "a size that is missing":
             del saved["model_config"]["policy_softcap"]  # the same as the default
+        elif damage == "a payload":
+            saved["step"] = Payload()
         else:
             saved["model"]["head.weight"][0, 0] = float("nan")
         torch.save(saved, path)
     with pytest.raises(ValueError, match="is no checkpoint of this version"):
         load_checkpoint(path)
+    assert "executed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["config", "optimizer", "scaler", "step", "rows_seen", "log_bytes"])
+def test_a_checkpoint_that_lacks_a_part_is_refused(key, trained, tmp_path, capsys):
+    saved = torch.load(trained / "ckpt.pt")
+    del saved[key]
+    torch.save(saved, tmp_path / "ckpt.pt")
+    assert "another version" in refused(capsys, f"--out_dir={tmp_path}", "--resume=True")
 
 
 def test_a_finished_run_is_not_overwritten(trained, data, capsys):

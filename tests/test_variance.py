@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 import train
-from conftest import TINY
 from experiments import variance
 from model import inputs_and_targets, load_checkpoint
 from test_model import small_model, some_bytes, uniforms_for
@@ -74,23 +73,6 @@ def test_the_estimators_that_train_py_has_are_train_pys(data):
         expected = torch.autograd.grad(L_pi, model.policy.weight)[0]
         assert expected.norm() > 1e-4
         torch.testing.assert_close(got[name, 0.97], expected.flatten()[None], atol=1e-6, rtol=1e-4)
-
-
-def test_the_results_have_every_estimator_that_a_checkpoint_has(
-        data, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(variance, "RESULTS", tmp_path)
-    monkeypatch.setattr(variance, "BATCHES", {32: 4, 64: 3})
-    train.main([*TINY, f"--data={data}", "--num_draws=1", "--training_bytes=512",
-                f"--out_dir={tmp_path}/one"])
-    variance.main([f"{tmp_path}/one/ckpt.pt", str(trained / "ckpt.pt"), "--name=x"])
-    records = [json.loads(line) for line in open(tmp_path / "x/results.jsonl")]
-    runs = [r["checkpoint"].split(",")[0] for r in records]
-    assert [runs.count("one"), runs.count(trained.name)] == [2 * 6 * 4, 2 * 4 * 4]
-    table = (tmp_path / "x/table.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table[2:]]
-    assert [row[1:3] for row in cells[2:8]] == [["32", name] for name in ESTIMATORS]
-    first = records[0]
-    assert cells[2][3] == f"{first['share']:.2%} ± {first['stderr']:.2%}"
 
 
 @pytest.mark.parametrize("arguments, said", [

@@ -1,0 +1,88 @@
+"""kill -9 at moments of train.py and prepare.py, then the same command: the same end, to the bit.
+
+As a script it does that in its folder, in forks: torch is imported once, and has no threads yet.
+"""
+import itertools
+import json
+import multiprocessing
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: who has threads must not fork
+import torch
+import torch._inductor  # noqa: F401  of what train.py imports the slowest
+from torch.utils._pytree import tree_leaves
+
+from conftest import ROOT, TINY
+
+PREPARE = ["prepare.py", "--dataset=files", "--input=texts", "--out_dir=data", "--seq_len=256",
+           "--val_fraction=0.2", "--shard_bytes=2048"]
+TRAIN = ["train.py", *TINY, "--data=data", "--out_dir=out", "--training_bytes=1536"]
+RESUME = ["train.py", "--out_dir=out", "--resume=True"]  # TRAIN saves at steps 4, 8 and 12
+CALLS = ("replace", "unlink", "truncate", "TextIOWrapper.truncate", "TextIOWrapper.write",
+         "BufferedWriter.write")  # the functions of C that change files
+
+
+def run(command, last=None):
+    """Does what `python COMMAND` does, with kill -9 at the last event of CALLS; the exit code."""
+    def count(_, event, function):
+        if event[:2] == "c_" and function.__qualname__ in CALLS and next(number) == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def child():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.argv = command
+        if last:
+            sys.setprofile(count)
+        runpy.run_path(ROOT / command[0], run_name="__main__")
+
+    number, process = itertools.count(1), multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def made(command):
+    """All that a command made, but for what the clock or --resume decides."""
+    if command == PREPARE:
+        return {path.name: path.read_bytes() for path in Path("data").iterdir()}
+    saved = torch.load("out/ckpt.pt")
+    del saved["log_bytes"], saved["config"]["resume"]
+    state = [z.numpy().tobytes() if isinstance(z, torch.Tensor) else z for z in tree_leaves(saved)]
+    records = map(json.loads, Path("out/log.jsonl").read_text().splitlines())
+    return state, [{k: v for k, v in r.items() if k != "bytes_per_second"} for r in records]
+
+
+def main():
+    Path("texts").mkdir()
+    for i in range(30):
+        Path(f"texts/{i}").write_text(f"{i} the quick brown fox jumps över the lazy dog\n" * 10)
+    for command, out in (PREPARE, "data"), (TRAIN, "out"):
+        assert run(command) == 0
+        undisturbed, kills = made(command), 0
+        for last in itertools.count(1, 3):
+            shutil.rmtree(out)
+            ended = run(command, last)
+            kills += ended == -signal.SIGKILL
+            again = RESUME if command == TRAIN and Path("out/ckpt.pt").exists() else command
+            assert ended == 0 or run(again) == 0, (command[0], last)
+            assert made(command) == undisturbed, (command[0], last)
+            if ended == 0:
+                break
+        assert kills >= 5, (command[0], kills)
+
+
+def test_killed_at_any_moment_and_started_again_both_programs_end_as_if_nothing_had_been(tmp_path):
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    done = subprocess.run([sys.executable, __file__], cwd=tmp_path, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": path})
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    main()
