@@ -1,4 +1,4 @@
-"""kill -9 at moments of train.py and prepare.py, then the same command: the same end, to the bit.
+"""kill -9 before each write of train.py and prepare.py, then the same command: the same end.
 
 As a script it does that in its folder, in forks: torch is imported once, and has no threads yet.
 """
@@ -29,9 +29,9 @@ CALLS = ("replace", "unlink", "truncate", "TextIOWrapper.truncate", "TextIOWrapp
 
 
 def run(command, last=None):
-    """Does what `python COMMAND` does, with kill -9 at the last event of CALLS; the exit code."""
+    """Does what `python COMMAND` does, with kill -9 before the last of CALLS; the exit code."""
     def count(_, event, function):
-        if event[:2] == "c_" and function.__qualname__ in CALLS and next(number) == last:
+        if event == "c_call" and function.__qualname__ in CALLS and next(number) == last:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def child():
@@ -65,7 +65,7 @@ def main():
     for command, out in (PREPARE, "data"), (TRAIN, "out"):
         assert run(command) == 0
         undisturbed, kills = made(command), 0
-        for last in itertools.count(1, 3):
+        for last in itertools.count(1):
             shutil.rmtree(out)
             ended = run(command, last)
             kills += ended == -signal.SIGKILL
