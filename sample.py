@@ -178,7 +178,8 @@ def number(kind, low, text):
 
 
 def main(argv=None):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    kinds = {"cuda": torch.cuda, "mps": torch.backends.mps}
+    device = next((kind for kind in kinds if kinds[kind].is_available()), "cpu")
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail

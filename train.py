@@ -214,8 +214,9 @@ def log_evaluation(path, r, shown):
 def diverged(step, checkpoint):
     """Ends the program with exit code 1; the last checkpoint stays."""
     there = "is kept as it was" if checkpoint.exists() else "was not written"
-    sys.exit(f"train.py: step {step}: gradients, weights or loss are not finite; take a smaller "
-             f"learning_rate or a longer warmup_bytes. {checkpoint} {there}")
+    line = (f"train.py: step {step}: gradients, weights or loss are not finite; take a smaller "
+            f"learning_rate or a longer warmup_bytes. {checkpoint} {there}")
+    sys.exit(line if os.environ.get("RANK", "0") == "0" else 1)
 
 
 def save(checkpoint, log_file, h, model, optimizer, scaler, step, rows_seen):
