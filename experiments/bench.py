@@ -1,7 +1,7 @@
 """
 How fast a training step is on this machine, against what the machine can do and against rivals.
 
-    python experiments/bench.py             the quick run's model; about ten minutes on two cores
+    python experiments/bench.py             the quick run's model; minutes, then all lines at once
     python experiments/bench.py --compile=False --batch_size=4
 
 Every hyperparameter of train.py is a flag. Each measured step lives in a process of its own, so
