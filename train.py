@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, fields
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import experiments.systems  # noqa: F401  the paper's other systems, for --boundaries
 import prepare
 from config.command_line import check, fail, parse, read_command_line
+from experiments.flops import executed_flops
 from model import BOS, ModelConfig, inputs_and_targets, load_checkpoint, make_model
 from prepare import open_shards, read_rows
 from sample import as_terminal
@@ -53,7 +55,6 @@ policy_scale = 1.5  # S, eq. 22: the smaller, the faster the policy learns
 policy_softcap = 5.0  # eq. 23: the decision's logit stays within +- this in training
 # loss
 num_draws = 2  # K draws of each row, each judged by the others; 1: the paper's estimator, eq. 15-17
-policy_interval = 4  # with K > 1, every how many steps L_pi and L_tgt count; momentum acts between
 gamma = 0.99  # discount of later rewards, eq. 16
 lambda_pi = 1e-2  # weight of the policy's loss, eq. 27
 lambda_target = 1e-2  # weight of L_tgt, which keeps the rate
@@ -146,17 +147,21 @@ def micro_batches(shards, first_row, K, h, rank, world, device):
 
 # ---- Evaluation.
 def where_tokens_end(x, a):
-    """Shares of tokens that end at a word's last letter, between words and at its first letter.
+    """Shares of tokens that end at a word's last letter, between words, at its first letter, or
+    within a character of several bytes; the rest lies inside words, which are letters and digits.
 
-    Of boundaries a (B, N) bool in bytes x (B, N), but <bos>'s; the rest lies inside words. A word
-    is letters, digits and bytes beyond ASCII.
+    Of boundaries a (B, N) bool in bytes x (B, N) of UTF-8, but <bos>'s.
     """
-    letters = torch.tensor([chr(b).isalnum() or b > 127 for b in range(BOS)] + [False])
-    letter = letters.to(x.device)[x]
-    before, after = F.pad(letter, (1, 0))[:, :-1], F.pad(letter, (0, 1), value=True)[:, 1:]
-    kinds = {"ends_before": letter & before & ~after, "ends_between": ~letter,
-             "ends_after": letter & ~before}
-    return {name: (a & kind)[:, 1:].sum() / a[:, 1:].sum() for name, kind in kinds.items()}
+    names, counts = ("ends_before", "ends_between", "ends_after", "ends_within"), Counter()
+    for row, ends in zip(x[:, 1:].tolist(), a[:, 1:].tolist()):
+        text, places = bytes(row).decode(errors="surrogateescape"), []
+        word = [False, *(c.isalnum() for c in text), True]
+        for c, before, here, after in zip(text, word, word[1:], word[2:]):
+            place = ("ends_between" if not here else "ends_after" if not before else
+                     "inside" if after else "ends_before")
+            places += ["ends_within"] * (len(c.encode(errors="surrogateescape")) - 1) + [place]
+        counts.update(place for place, end in zip(places, ends) if end)
+    return {name: torch.tensor(counts[name] / max(counts.total(), 1)) for name in names}
 
 
 @torch.no_grad()
@@ -193,7 +198,8 @@ def log(path, record):
 
 def log_step(path, step, bytes_seen, terms, grad_norm, speed, h):
     """Logs and prints a step: terms as main collects them, speed in bytes a second."""
-    r = dict(zip(("auto", "early", "pi", "target", "rate", "entropy"), terms))
+    names = "auto", "early", "pi", "target", "rate", "entropy", "flops_per_byte"
+    r = dict(zip(names, terms))
     log(path, {"step": step, "bytes": bytes_seen, **r, "grad_norm": grad_norm,
                "bytes_per_second": speed})
     print(f"step {step} {bytes_seen / 1e6:.2f} MB | {r['auto'] / math.log(2):.3f} bits/byte, "
@@ -392,28 +398,29 @@ def main(argv):
             break
 
         step, started = step + 1, time.perf_counter()
-        policy_step = h.boundaries == "learned" and (
-            h.num_draws == 1 or step % h.policy_interval == 0)
-        K = h.num_draws if policy_step else 1
+        teaching = h.boundaries == "learned" and bytes_seen >= h.policy_start_bytes
+        K = h.num_draws if teaching else 1
         batches = micro_batches(train_shards, rows_seen, K, h, rank, world, device)
         rows_seen += h.effective_batch_size
         set_learning_rates(optimizer, bytes_seen, rows_seen * h.seq_len, h)
-        terms = torch.zeros(6, device=device)
+        terms = torch.zeros(7, device=device)
         for i, (x, y, u) in enumerate(batches):
             net.require_backward_grad_sync = i == len(batches) - 1  # once a step
             with autocast:
                 logp, early_logp, l, a = net(x, y, u)  # early_logp is 0 without an early exit
             R = (logp - early_logp).detach()  # eq. 15
             A = advantage(discounted_return(R, h.gamma))  # eq. 16-17
-            L_pi = policy_step * policy_loss(l, a, A)
-            L_tgt = policy_step * target_loss(l, h.downsample_rate_target)
+            L_pi = teaching * policy_loss(l, a, A)
+            L_tgt = teaching * target_loss(l, h.downsample_rate_target)
             L_auto, L_early = -logp[0].mean(), -early_logp.mean()  # eq. 25-26
             L = L_auto + h.lambda_pi * L_pi + h.lambda_target * L_tgt + h.lambda_early * L_early
             if h.boundaries != "learned":
                 L = L + model.boundary_loss(l, a)  # experiments/systems.py
             scaler.scale(L / len(batches)).backward()  # eq. 27
             entropy = F.binary_cross_entropy_with_logits(l[..., 1:], a[..., 1:].float())
-            terms += torch.stack((L_auto, L_early, L_pi, L_tgt, a.float().mean(), entropy)).detach()
+            flops_per_byte = executed_flops(model, a) / x.numel()
+            terms += torch.stack((L_auto, L_early, L_pi, L_tgt, a.float().mean(), entropy,
+                                  flops_per_byte)).detach()
         scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), h.grad_clip).item()
         if not math.isfinite(grad_norm) and scaler.get_scale() <= 1:  # float16 skips such a step

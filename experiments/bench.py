@@ -27,7 +27,7 @@ import torch.nn as nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
 from config.command_line import check, read_command_line
-from experiments.compare import flops_per_byte
+from experiments.flops import executed_flops
 from model import VOCAB_SIZE, ModelConfig, inputs_and_targets, log_likelihood, make_model
 
 ROUNDS = 20
@@ -91,8 +91,8 @@ def loss(logp, early_logp, l, a, h, teaching):
     return L + teaching * (h["lambda_pi"] * L_pi + h["lambda_target"] * L_tgt)
 
 
-def training_steps(h, timed=lambda name, function: function):
-    """A function that does policy_interval steps as train.py does them, on random bytes."""
+def training_step(h, timed=lambda name, function: function):
+    """A function that does a step as train.py does it, on random bytes."""
     torch.manual_seed(0)
     rows = torch.randint(256, (h["batch_size"], h["seq_len"]), dtype=torch.uint8).numpy()
     x, y = (z.to(h["device"]) for z in inputs_and_targets(rows))
@@ -109,17 +109,16 @@ def training_steps(h, timed=lambda name, function: function):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    def steps():
-        for i in range(h["policy_interval"]):
-            teaching = h["boundaries"] == "learned" and (h["num_draws"] == 1 or i == 0)
-            u = torch.rand(h["num_draws"] if teaching else 1, *x.shape, device=x.device)
-            with autocast:
-                outputs = model(x, y, u)
-            L = timed("losses", loss)(*outputs, h, teaching)
-            timed("backward", L.backward)()
-            timed("clipping and AdamW", update)()
+    def step():
+        teaching = h["boundaries"] == "learned"
+        u = torch.rand(h["num_draws"] if teaching else 1, *x.shape, device=x.device)
+        with autocast:
+            outputs = model(x, y, u)
+        L = timed("losses", loss)(*outputs, h, teaching)
+        timed("backward", L.backward)()
+        timed("clipping and AdamW", update)()
 
-    return steps
+    return step
 
 
 def matrix_product(h):
@@ -160,11 +159,10 @@ def peak_memory():
 def bench_steps(h):
     """Prints the table of training steps."""
     rows = {"seq_len": 1024, "batch_size": max(h["batch_size"] * h["seq_len"] // 1024, 1)}
-    changes = {"learned": {}, **{f"learned, K={K} at every step":
-                                 {"num_draws": K, "policy_interval": 1} for K in (1, 2, 4)},
+    changes = {"learned": {}, **{f"learned, K={K}": {"num_draws": K} for K in (1, 4)},
                **{name: {"boundaries": name} for name in ("uniform", "random", "none")},
                "learned, N=1024": rows, "plain transformer, N=1024": rows | {"boundaries": "plain"}}
-    measured = {name: (training_steps, h | change) for name, change in changes.items()}
+    measured = {name: (training_step, h | change) for name, change in changes.items()}
     measured["matrix product"] = matrix_product, h
     spawn = multiprocessing.get_context("spawn")
     workers = {name: ProcessPoolExecutor(1, spawn, begin, arguments)
@@ -182,14 +180,15 @@ def bench_steps(h):
     ceiling = [2 * 2048**3 / one for one in times["matrix product"]]  # FLOP/s
     row("matrix product", [one / 1e9 for one in ceiling], "GFLOP/s")
     print("training step; its peak memory beyond weights; its time a byte over that of uniform")
-    speeds = {name: [g["policy_interval"] * g["batch_size"] * g["seq_len"] / one
-                     for one in times[name]] for name, (_, g) in measured.items()}
+    speeds = {name: [g["batch_size"] * g["seq_len"] / one for one in times[name]]
+              for name, (_, g) in measured.items()}
     for name in changes:
         ratio = statistics.median(a / b for a, b in zip(speeds["uniform"], speeds[name]))
         row(name, [speed / 1e3 for speed in speeds[name]], "kB/s",
             f"{memory[name] / 1e6:.0f} MB, {ratio:.2f} times")
-    flops = flops_per_byte(new_model(h), h["downsample_rate_target"], h)
-    shares = [flops * speed / most for speed, most in zip(speeds["learned"], ceiling)]
+    u = torch.rand(h["num_draws"], h["batch_size"], h["seq_len"])
+    flops = executed_flops(new_model(h), u < h["downsample_rate_target"]).item()
+    shares = [flops / one / most for one, most in zip(times["learned"], ceiling)]
     row("learned, of the product's FLOP/s", shares, "")
 
 
@@ -204,14 +203,13 @@ def bench_pieces(h):
             return results[0]
         return call
 
-    steps = training_steps(h, timed)
-    steps()
+    step = training_step(h, timed)
+    step()
     spent.clear()
-    whole = seconds(lambda: [steps() for _ in range(ROUNDS)])
+    whole = seconds(lambda: [step() for _ in range(ROUNDS)])
     print("pieces of a learned step")
     for name, one in spent.items():
-        milliseconds = 1e3 * one / ROUNDS / h["policy_interval"]
-        print(f"  {name:30} {milliseconds:9.4g} ms, {one / whole:.1%}")
+        print(f"  {name:30} {1e3 * one / ROUNDS:9.4g} ms, {one / whole:.1%}")
 
 
 def main(argv):

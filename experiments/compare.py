@@ -7,10 +7,10 @@ Trains systems that place boundaries in different ways on the same rows and comp
 A system is a value of train.py's --boundaries, but no path; learned-w8 sets policy_window to 8.
 The configuration file and all other flags go to train.py. Finished runs are not repeated, stopped
 ones go on. Writes experiments/results/NAME/, anew from all runs in it: evaluations.jsonl, a line
-an evaluation; table.md; loss.png and loss.svg, bits per byte against training FLOPs.
+an evaluation; table.md; loss.png and loss.svg, the paper's Figures 3 and 4.
 
 With --equal=flops --bytes is the length of the first system's runs. The others read as many bytes
-as the same FLOPs allow, with a schedule over exactly those.
+as the same FLOPs allow, as executed, with a schedule over exactly those.
 """
 import argparse
 import json
@@ -24,12 +24,14 @@ from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import numpy as np
+import torch
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
 sys.path.insert(0, str(ROOT))
 import train
 from config.command_line import check, read_command_line
+from experiments.flops import executed_flops, paper_flops_per_byte
 from model import ModelConfig, inputs_and_targets, load_checkpoint, make_model
 from prepare import open_shards, printable, read_rows
 
@@ -109,43 +111,27 @@ def check_made(out_dir, h):
                      "give another --name")
 
 
-def flops_per_byte(model, rate, h):
-    """Training FLOPs per byte at a rate in tokens per byte, counted as in the paper's Figure 3.
-
-    6 per matrix parameter, per byte or, in the middle, per token. Further draws only go forward,
-    and not through the encoder: 2 per parameter of the rest. Attention's products are left out.
-    """
-    further = (h["num_draws"] - 1) / h["policy_interval"] if h["boundaries"] == "learned" else 0
-
-    def matrices(module):
-        return sum(p.numel() for p in module.parameters() if p.dim() == 2)
-
-    middle, after = matrices(model.middle), matrices(model.up) + matrices(model.head)
-    before = matrices(model) - middle - after - model.embedding.weight.numel()
-    return 6 * before + (6 + 2 * further) * (middle * rate + after)
-
-
 def expected_flops_per_byte(h):
-    """At the target rate or, where a rule decides, at the rate of the first 256 rows."""
-    model, rate = make_model(ModelConfig(**train.model_config_of(h))), h["downsample_rate_target"]
-    if h["boundaries"] in ("uniform", "whitespace", "bpe", "none"):
-        try:
-            shards = open_shards(h["data"], "train", h["seq_len"])
-        except ValueError as error:
-            fail(error)
-        x, _ = inputs_and_targets(read_rows(shards, np.arange(sum(map(len, shards)))[:256]))
-        a = model.rule(x, None)
-        a[:, 0] = True
-        rate = a.float().mean().item()
-    return flops_per_byte(model, rate, h)
+    """Of 256 training rows: at the boundaries of the system's rule, or else at the target rate."""
+    model = make_model(ModelConfig(**train.model_config_of(h)))
+    try:
+        shards = open_shards(h["data"], "train", h["seq_len"])
+    except ValueError as error:
+        fail(error)
+    x, _ = inputs_and_targets(read_rows(shards, np.arange(sum(map(len, shards)))[:256]))
+    draws = h["num_draws"] if h["boundaries"] == "learned" else 1
+    u = torch.rand(draws, *x.shape, generator=torch.Generator().manual_seed(0))
+    a = model.rule(x, u[0])[None] if hasattr(model, "rule") else u < h["downsample_rate_target"]
+    a[..., 0] = True
+    passes = a.split(h["batch_size"], dim=1)
+    return sum(executed_flops(model, part).item() for part in passes) / x.numel()
 
 
 # ---- What the runs came to.
 
 
-def entropy_halved(records):
+def entropy_halved(steps):
     """Bytes after which the decisions' entropy, mean of five log lines, is half of the first's."""
-    steps = [r for r in records if "entropy" in r]
     for i in range(len(steps) - 4):
         if statistics.mean(r["entropy"] for r in steps[i : i + 5]) < steps[0]["entropy"] / 2:
             return steps[i + 4]["bytes"]
@@ -154,19 +140,24 @@ def entropy_halved(records):
 def read_run(system, seed, out_dir):
     """A run's evaluations, with the FLOPs and, at its median speed, the seconds that led there."""
     model, saved = load_checkpoint(out_dir / "ckpt.pt")
-    h, evaluations, flops, before = saved["config"], [], 0.0, 0
+    h, evaluations, flops, paper_flops, before = saved["config"], [], 0.0, 0.0, 0
     records = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
-    speed = statistics.median([r["bytes_per_second"] for r in records if "auto" in r] or [math.nan])
-    halved = entropy_halved(records) if h["boundaries"] == "learned" else None
+    steps = [record for record in records if "auto" in record]
+    speed = statistics.median([r["bytes_per_second"] for r in steps] or [math.nan])
+    halved = entropy_halved(steps) if h["boundaries"] == "learned" else None
+    latest = steps[0] if steps else {"flops_per_byte": math.nan, "rate": math.nan}
     for record in records:
-        rate = record["rate" if "auto" in record else "val_rate"]
-        flops += (record["bytes"] - before) * flops_per_byte(model, rate, h)
+        latest = record if "auto" in record else latest
+        learns = h["boundaries"] == "learned" and record["bytes"] > h["policy_start_bytes"]
+        new, draws = record["bytes"] - before, h["num_draws"] if learns else 1
+        flops += new * latest["flops_per_byte"]
+        paper_flops += new * paper_flops_per_byte(model, latest["rate"], draws)
         before = record["bytes"]
         if record["bytes"] and "val_bpb" in record:
             record.pop("line")  # the text that is shown
             evaluations.append({"system": system, "seed": seed, "flops": flops,
-                                "seconds": record["bytes"] / speed, "length": h["training_bytes"],
-                                "halved": halved, **record})
+                                "paper_flops": paper_flops, "seconds": record["bytes"] / speed,
+                                "length": h["training_bytes"], "halved": halved, **record})
     return evaluations
 
 
@@ -189,17 +180,18 @@ def summarize(system, runs):
 
 
 def draw_loss(runs, path):
-    """Bits per byte against training FLOPs, a line a run, a colour and a marker a system."""
+    """The paper's Figures 3 and 4, with its count of FLOPs: a colour and a marker a system."""
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for system in runs:
         base = system.partition("-")[0]
         colour, marker = STYLES[base]
         line = LINES[[name for name in runs if name.startswith(base)].index(system) % len(LINES)]
         for i, evaluations in enumerate(runs[system]):
-            axes.plot([e["flops"] for e in evaluations], [e["val_bpb"] for e in evaluations], line,
-                      color=colour, marker=marker, markersize=4, linewidth=1, markeredgewidth=0.3,
-                      markeredgecolor="black", label=None if i else system)
-    axes.set(xscale="log", xlabel="training FLOPs", ylabel="bits per byte, held-out rows")
+            axes.plot([e["paper_flops"] for e in evaluations], [e["val_bpb"] for e in evaluations],
+                      line, color=colour, marker=marker, markersize=4, linewidth=1,
+                      markeredgewidth=0.3, markeredgecolor="black", label=None if i else system)
+    axes.set(xscale="log", xlabel="training FLOPs, the paper's count",
+             ylabel="bits per byte, held-out rows")
     axes.tick_params("x", which="minor", labelsize=6)  # within a decade all have labels
     axes.legend(frameon=False)
     axes.grid(alpha=0.2)

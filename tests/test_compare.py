@@ -1,17 +1,20 @@
 import json
 import re
 import shutil
+import statistics
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import prepare
 import train
 from config.command_line import read_command_line
 from conftest import TINY
 from experiments import compare, distance, search
-from experiments.compare import flops_per_byte
-from model import ModelConfig, load_checkpoint, make_model
+from experiments.flops import executed_flops, paper_flops_per_byte
+from model import BOS, ModelConfig, load_checkpoint, make_model
 from train import DEFAULTS, model_config_of
 
 
@@ -25,32 +28,41 @@ def write_log(folder, records):
     (folder / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
 
 
-def test_a_byte_costs_six_flops_a_weight_of_its_matrices_and_two_more_for_a_further_draw():
+@pytest.mark.parametrize("system, K, flags", [
+    ("learned", 3, ["--attention_window=64", "--seq_len=300"]), ("learned", 1, []), ("none", 2, []),
+    ("hnet", 2, []), ("gumbel", 2, []), ("uniform", 2, ["--seq_len=20", "--attention_window=64"])])
+def test_the_flops_of_a_training_pass_are_those_that_torch_counts(system, K, flags):
+    flags = [f"--boundaries={system}", f"--num_draws={K}", "--embedding_dim=32", *flags]
+    h = DEFAULTS | read_command_line(flags, DEFAULTS)
+    model, N = make_model(ModelConfig(**model_config_of(h))).train(), h["seq_len"]
+    y = torch.randint(256, (3, N))
+    x = torch.cat((torch.full((3, 1), BOS), y[:, :-1]), dim=1)
+    with FlopCounterMode(display=False) as counter:
+        logp, early_logp, l, a = model(x, y, torch.rand(K, 3, N))
+        (logp[0] + early_logp + l[0]).sum().backward()
+    assert executed_flops(model, a).item() == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_the_paper_counts_six_flops_a_matrix_parameter_of_a_byte_or_token():
     """D = 8: a byte layer has 3 + 1 + 2 + 1 matrices of D x D, a middle layer 3 + 1 + 8 + 4."""
-    h = DEFAULTS | {"embedding_dim": 8, "num_heads": 1, "num_draws": 3, "policy_interval": 4,
-                    "n_down_layers": 2, "n_mid_layers": 5, "n_up_layers": 3, "policy_window": 1}
+    h = DEFAULTS | {"embedding_dim": 8, "num_heads": 1, "policy_window": 1,
+                    "n_down_layers": 2, "n_mid_layers": 5, "n_up_layers": 3}
     model = make_model(ModelConfig(**model_config_of(h)))
     before, middle, after = 2 * 7 * 64 + 2 * 8, 5 * 16 * 64, 3 * 7 * 64 + 257 * 8
-    for boundaries, further in ("learned", 2 * 2 / 4), ("uniform", 0):
-        expected = 6 * before + (6 + further) * (0.3 * middle + after)
-        got = flops_per_byte(model, 0.3, h | {"boundaries": boundaries})
-        assert got == pytest.approx(expected)
+    assert paper_flops_per_byte(model, 0.3, 1) == pytest.approx(6 * (before + 0.3 * middle + after))
+    further = paper_flops_per_byte(model, 0.3, 3) - paper_flops_per_byte(model, 0.3, 1)
+    assert further == pytest.approx(2 * 2 * (0.3 * middle + after))
 
 
-@pytest.mark.parametrize("system, rate", [
-    ("learned", 0.25), ("hnet", 0.25), ("random", 0.25), ("none", 1.0), ("whitespace", None)])
-def test_a_byte_costs_the_flops_of_the_rate_that_its_system_will_have(system, rate, data):
-    """The rate asked for where it is learned or drawn, else its rule's on the training rows."""
+@pytest.mark.parametrize("system", ["learned", "hnet", "random", "none", "whitespace"])
+def test_a_byte_is_expected_to_cost_what_it_costs_in_a_run(system, data, tmp_path):
+    """At the start of training, when learned boundaries are still at their target."""
     flags = [*TINY, f"--boundaries={system}", f"--data={data}", "--downsample_rate_target=0.25"]
     h = DEFAULTS | read_command_line(flags, DEFAULTS)
-    if rate is None:  # one token before every row, and one after each word
-        shards = prepare.open_shards(data, "train", 32)
-        rows = [bytes(row) for shard in shards for row in shard][:256]
-        words = [re.findall(rb"(?=[0-9A-Za-z\x80-\xbf][^0-9A-Za-z\x80-\xbf])", row[:-1])
-                 for row in rows]
-        rate = sum(1 + len(ends) for ends in words) / (32 * len(rows))
-    model = make_model(ModelConfig(**model_config_of(h)))
-    assert compare.expected_flops_per_byte(h) == pytest.approx(flops_per_byte(model, rate, h))
+    train.main([*flags, f"--out_dir={tmp_path}", "--training_bytes=4096", "--learning_rate=1e-9"])
+    logged = [json.loads(line) for line in open(tmp_path / "log.jsonl")]
+    mean = statistics.mean(r["flops_per_byte"] for r in logged if "auto" in r)
+    assert compare.expected_flops_per_byte(h) == pytest.approx(mean, rel=0.05)
 
 
 def test_a_table_has_the_means_of_the_last_evaluations_and_what_reaching_them_cost(
@@ -58,21 +70,23 @@ def test_a_table_has_the_means_of_the_last_evaluations_and_what_reaching_them_co
     """Each stretch of bytes at its own rate; seconds at the median speed; entropy of five lines."""
     figures, (model, saved) = [], load_checkpoint(trained / "ckpt.pt")
     monkeypatch.setattr(compare.plt, "close", figures.append)
-    saved["config"] |= {"training_bytes": 8e6, "num_draws": 2, "policy_interval": 4}
+    saved["config"] |= {"training_bytes": 8e6, "num_draws": 2, "policy_start_bytes": 2e6}
     for seed, system, entropies in ((1, "learned", [4, 4, 2, 2, 1.9, 1.9, 2.3, 1]),
                                     (2, "learned", [4] * 8), (1, "learned-w1", [0] * 8)):
         folder = tmp_path / f"runs/{system}-{seed}"
         folder.mkdir(parents=True)
         torch.save(saved, folder / "ckpt.pt")
         records = [{"bytes": i * 1e6, "auto": 1.0, "rate": i / 10, "entropy": entropies[i - 1],
-                    "bytes_per_second": 1e6 * (i < 4) + 1e4} for i in range(1, 9)]
+                    "bytes_per_second": 1e6 * (i < 4) + 1e4, "flops_per_byte": i}
+                   for i in range(1, 9)]
         records += [{"bytes": i * 1e6, "val_bpb": bpb + seed, "val_stderr": 0.01 * seed, "line": {},
                      "val_rate": 0.2 * seed, "ends_between": seed / 4}
                     for i, bpb in ((0, 9), (4, 0.5), (8, 1.0))]
         write_log(folder, sorted(records, key=lambda r: r["bytes"]))
     compare.write(tmp_path)
-    per_byte = [flops_per_byte(model, rate / 10, saved["config"]) for rate in range(9)]
-    half, whole = (sum(1e6 * per_byte[i] for i in range(1, n + 1)) for n in (4, 8))
+    half, whole = (sum(1e6 * i for i in range(1, n + 1)) for n in (4, 8))
+    paper = [paper_flops_per_byte(model, i / 10, 1 + (i > 2)) for i in range(9)]
+    paper_half, paper_whole = (sum(1e6 * paper[i] for i in range(1, n + 1)) for n in (4, 8))
     assert cells(tmp_path / "table.md")[0] == [
         "learned", "2", "2.5000", "0.0150", "2.000, 3.000", "0.300", "38%", "8.0, never",
         f"{whole:.3g}", f"{8e6 / 1e4 / 60:.1f}"]
@@ -81,7 +95,8 @@ def test_a_table_has_the_means_of_the_last_evaluations_and_what_reaching_them_co
     assert [e["seconds"] for e in evaluations] == pytest.approx([4e6 / 1e4, 8e6 / 1e4] * 3)
     drawn = figures[0].axes[0].lines
     assert [list(line.get_ydata()) for line in drawn] == [[1.5, 2.0], [2.5, 3.0], [1.5, 2.0]]
-    assert all(list(line.get_xdata()) == pytest.approx([half, whole]) for line in drawn)
+    for line in drawn:
+        assert list(line.get_xdata()) == pytest.approx([paper_half, paper_whole])
     assert [line.get_linestyle() for line in drawn] == ["-", "-", "--"]
 
 
@@ -130,8 +145,9 @@ def test_a_comparison_goes_on_past_a_failed_run_and_repeats_no_finished_one(
     assert (results / "evaluations.jsonl").read_text() == evaluations
     last = json.loads(evaluations.splitlines()[-1])
     model, saved = load_checkpoint(results / "runs/uniform-w2-1337/ckpt.pt")
-    flops = flops_per_byte(model, 6 / 32, saved["config"])  # 6 tokens in a row of 32 bytes
-    assert last["bytes"] == 1024 and last["flops"] == pytest.approx(1024 * flops)
+    a = torch.ones(1, 4, 6, dtype=torch.bool)  # 6 tokens in a row of 32 bytes
+    flops = executed_flops(model, F.pad(a, (0, 26))) / 4 / 32
+    assert last["bytes"] == 1024 and last["flops"] == pytest.approx(1024 * flops.item())
     assert saved["config"]["policy_window"] == 2
     with pytest.raises(SystemExit):
         compare.main([*flags, "--systems=uniform-w2", "--gamma=0.5"])

@@ -1,0 +1,39 @@
+"""What training costs, in FLOPs of matrix products: as executed, and as the paper counts."""
+import math
+
+from model import TOKEN_MULTIPLE
+
+
+def matrices(module):
+    """Parameters of the matrices that are trained; the embedding is looked up."""
+    return sum(p.numel() for p in module.parameters() if p.dim() == 2 and p.requires_grad)
+
+
+def executed_flops(model, a):
+    """Of a training pass with boundaries a (K, B, N): a tensor; within 2% of FlopCounterMode.
+
+    The first draw goes forward and backward, which costs twice as much again. The others go
+    forward, from the middle on. Rows are filled up to the tokens of the draw's longest.
+    """
+    (K, B, N), c = a.shape, model.config
+    M = (a.sum(-1).amax(-1) / TOKEN_MULTIPLE).ceil() * TOKEN_MULTIPLE  # (K,)
+    C = max(min(c.attention_window, N) // 2, 8)  # window_attention's chunks, and the keys of each
+    keys = C * (1 + math.ceil((min(c.attention_window, N) - 1) / C))
+    window = math.ceil(N / C) * C * keys * c.embedding_dim * 2  # q k^T, and its softmax times v
+    middle, after = matrices(model.middle), matrices(model.up) + matrices(model.head)
+    before = matrices(model) - middle - after - matrices(model.embedding)
+    before = before * N + window * c.n_down_layers
+    after = after * N + window * c.n_up_layers
+    middle = middle * M + c.n_mid_layers * 2 * M**2 * c.embedding_dim
+    return 2 * B * (3 * (before + middle[0] + after) + (middle[1:] + after).sum())
+
+
+def paper_flops_per_byte(model, rate, draws):
+    """The paper's count for its Figures 3 and 4, at a rate in tokens per byte.
+
+    6 per matrix parameter, per byte or, in the middle, per token; attention's products and padding
+    do not count. Further draws: 2 per parameter from the middle on, which the paper does not have.
+    """
+    middle, after = matrices(model.middle), matrices(model.up) + matrices(model.head)
+    before = matrices(model) - middle - after - matrices(model.embedding)
+    return 6 * before + (6 + 2 * (draws - 1)) * (middle * rate + after)
