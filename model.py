@@ -213,15 +213,16 @@ def inputs_and_targets(rows):
     return F.pad(y[:, :-1], (1, 0), value=BOS), y
 
 
-def next_byte_logits(x, head):
-    """Soft-capped logits (..., 257) in float32 of x (..., D)."""
+def next_byte_logits(x, norm, head):
+    """Soft-capped logits (..., 257) in float32 of x (..., D); eq. 6, 14."""
     weight = F.pad(head.weight, (0, 0, 0, 7))  # 264 columns: products of 257, odd, are slow
-    return softcap(F.linear(x, weight)[..., :VOCAB_SIZE].float(), LOGIT_SOFTCAP)
+    return softcap(F.linear(norm(x), weight)[..., :VOCAB_SIZE].float(), LOGIT_SOFTCAP)
 
 
-def log_likelihood(logits, y):
-    """log p(y) in nats, of logits (B, N, 257) and y (B, N) -> (B, N)."""
-    return -F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view_as(y)
+def log_likelihood(x, y, norm, head):
+    """log p(y) in nats (B, N), of x (B, N, D) and the next bytes y (B, N)."""
+    logits = next_byte_logits(x, norm, head).flatten(0, 1)
+    return -F.cross_entropy(logits, y.flatten(), reduction="none").view_as(y)
 
 
 def next_byte(logits, temperature, top_k):
@@ -278,10 +279,6 @@ class Model(nn.Module):
         self.reserve(x.size(1))
         return self.run(self.down, self.embedding(x), torch.arange(x.size(1), device=x.device))
 
-    def early_logits(self, X):
-        """Next-byte logits (B, N, 257) that see no boundary, from X (B, N, D); eq. 14."""
-        return next_byte_logits(self.early_norm(X), self.early_head)
-
     def policy_terms(self, X):
         """From X (B, N, D) what makes up a decision's logit: z (B, N, 1 + w) float32; eq. 21-22.
 
@@ -314,17 +311,18 @@ class Model(nn.Module):
         return self.capped(l)
 
     def decode(self, Y):
-        """Y (B, N, D) -> next-byte logits (B, N, 257) in float32; eq. 6."""
-        Y = self.run(self.up, Y, torch.arange(Y.size(1), device=Y.device))
-        return next_byte_logits(self.norm(Y), self.head)
+        """Y (B, N, D) -> what the output head reads, (B, N, D); eq. 6."""
+        return self.run(self.up, Y, torch.arange(Y.size(1), device=Y.device))
 
     def predict(self, X, a):
-        """X (B, N, D) and boundaries a (B, N) bool -> next-byte logits (B, N, 257); eq. 3-9."""
+        """X (B, N, D) and boundaries a (B, N) bool -> what the head reads, (B, N, D); eq. 3-9."""
         positions, token = token_positions(a)
         tokens = select(X, positions)  # X' (B, M, D); eq. 3, 7-8
         tokens = self.run(self.middle, tokens, positions)  # Y' (B, M, D); eq. 4
         Y = X + select(tokens, token)  # (B, N, D); eq. 5, 9 as written: Y', not Y' - X'
         return self.decode(Y)
+
+    log_likelihood = staticmethod(log_likelihood)  # train.py compiles it
 
     def forward(self, x, y, u):
         """x, y (B, N), uniforms u (K, B, N) -> logp (K, B, N), early_logp (B, N), l, a (K, B, N).
@@ -338,12 +336,14 @@ class Model(nn.Module):
         with torch.no_grad():
             a = self.boundaries(z, u)  # eq. 2
         l = self.boundary_logits(z, a)
-        logp = [log_likelihood(self.predict(X, a[0]), y)]
+        logp = [self.log_likelihood(self.predict(X, a[0]), y, self.norm, self.head)]
         with torch.no_grad():
-            logp += [log_likelihood(self.predict(X, other), y) for other in a[1:]]
+            for other in a[1:]:
+                Z = self.predict(X, other)
+                logp.append(self.log_likelihood(Z, y, self.norm, self.head))
             early_logp = torch.zeros_like(logp[0])
-        if self.config.early_exit:
-            early_logp = log_likelihood(self.early_logits(X), y)
+        if self.config.early_exit:  # eq. 14
+            early_logp = self.log_likelihood(X, y, self.early_norm, self.early_head)
         return torch.stack(logp), early_logp, l, a
 
 

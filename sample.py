@@ -91,13 +91,13 @@ def generate(model, x, max_new_bytes, temperature=1.0, top_k=None):
         p, a = model.boundary_logits(z, a)[0].sigmoid(), a[0]
         positions, token = token_positions(a)
         tokens = model.run(model.middle, select(X, positions), positions)
-        logits = model.decode(X + select(tokens, token))
-        nats = -log_likelihood(logits[:, :-1], x[:, 1:])
+        Z = model.decode(X + select(tokens, token))
+        nats = -log_likelihood(Z[:, :-1], x[:, 1:], model.norm, model.head)
         for i in range(1, T):
             yield x[:, i], a[:, i], p[:, i], nats[:, i - 1]
 
         # what a further byte needs: each row's number of tokens, the last one, the last w decisions
-        logits, count = logits[:, -1], a.sum(1)
+        logits, count = next_byte_logits(Z[:, -1], model.norm, model.head), a.sum(1)
         current = select(tokens, count[:, None] - 1)  # (B, 1, D)
         history = F.pad(a, (w, 0))[:, T:].flip(1).float()  # (B, w): a_{i-1} first
         for i in range(T, T + max_new_bytes):
@@ -118,8 +118,8 @@ def generate(model, x, max_new_bytes, temperature=1.0, top_k=None):
                     cache.rows, cache.held = rows, count[rows]
                 current[rows] = model.run(model.middle, X[rows], position)
                 count[rows] += 1
-            Y = model.run(model.up, X + current, position)
-            logits = next_byte_logits(model.norm(Y), model.head)[:, 0]
+            Z = model.run(model.up, X + current, position)[:, 0]
+            logits = next_byte_logits(Z, model.norm, model.head)
             yield byte, a, p, nats
 
 

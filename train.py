@@ -323,11 +323,12 @@ def open_data(h, rank, device):
 
 
 def compile_blocks(model, **options):
-    """Compiles the layers in place: one of each kind, whose code all others run."""
+    """Compiles the layers in place, one of each kind, whose code all others run; and the heads."""
     for block in (*model.down, *model.up):
         block.compile(**options)
     for block in model.middle:  # the number of tokens varies
         block.compile(dynamic=True, **options)
+    model.log_likelihood = torch.compile(model.log_likelihood, **options)
 
 
 def make_optimizer(model, h):

@@ -22,8 +22,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import SYSTEMS, Model, load_checkpoint, log_likelihood, next_byte, select
-from model import token_positions
+from model import (SYSTEMS, Model, load_checkpoint, log_likelihood, next_byte, next_byte_logits,
+                   select, token_positions)
 
 TEMPERATURE = 0.5  # of gumbel's relaxed Bernoulli
 RATIO_WEIGHT = 0.03  # of hnet's ratio loss
@@ -38,12 +38,12 @@ class System(Model):
             unused.requires_grad_(False)
 
     def outputs(self, x, u):
-        """Bytes x (B, N) and uniforms u (B, N) -> next-byte logits (B, N, 257), l and a (B, N)."""
+        """Bytes x, uniforms u (B, N) -> what the head reads (B, N, D), l and a (B, N)."""
 
     def forward(self, x, y, u):
         """As Model.forward, with one draw, and with rewards that nobody uses."""
-        logits, l, a = self.outputs(x, u[0])
-        logp = log_likelihood(logits, y)
+        Z, l, a = self.outputs(x, u[0])
+        logp = self.log_likelihood(Z, y, self.norm, self.head)
         return logp[None], torch.zeros_like(logp), l[None], a[None]
 
     def boundary_loss(self, l, a):
@@ -55,16 +55,17 @@ class System(Model):
         """As sample.generate, but each byte costs a pass over all that come before it."""
         B, T = x.shape
         u = torch.rand(B, T + max_new_bytes).to(x.device)
-        logits, l, a = self.outputs(x, u[:, :T])
-        nats = -log_likelihood(logits[:, :-1], x[:, 1:])
+        Z, l, a = self.outputs(x, u[:, :T])
+        nats = -log_likelihood(Z[:, :-1], x[:, 1:], self.norm, self.head)
         for i in range(1, T):
             yield x[:, i], a[:, i], l[:, i].sigmoid(), nats[:, i - 1]
         for i in range(T, T + max_new_bytes):
-            byte = next_byte(logits[:, -1], temperature, top_k)[:, None]  # (B, 1)
-            nats = -log_likelihood(logits[:, -1:], byte)
-            x = torch.cat((x, byte), 1)
-            logits, l, a = self.outputs(x, u[:, : i + 1])
-            yield byte[:, 0], a[:, -1], l[:, -1].sigmoid(), nats[:, 0]
+            logits = next_byte_logits(Z[:, -1], self.norm, self.head)
+            byte = next_byte(logits, temperature, top_k)
+            nats = F.cross_entropy(logits, byte, reduction="none")
+            x = torch.cat((x, byte[:, None]), 1)
+            Z, l, a = self.outputs(x, u[:, : i + 1])
+            yield byte, a[:, -1], l[:, -1].sigmoid(), nats
 
 
 class Fixed(System):

@@ -73,7 +73,8 @@ def test_a_generated_byte_is_what_the_full_pass_over_the_bytes_before_it_tells(n
     assert torch.equal(whole[:, :12], x) and byte.max() < BOS
     for i in range(1, 32):
         T = max(i, 12)  # the prompt is read at once
-        logp = model.outputs(whole[:, :T], u[:, :T])[0][:, i - 1].log_softmax(-1)
+        Z = model.norm(model.outputs(whole[:, :T], u[:, :T])[0][:, i - 1])
+        logp = (30 * torch.tanh(model.head(Z) / 30)).log_softmax(-1)
         torch.testing.assert_close(nats[:, i - 1], -logp.gather(1, byte[:, i - 1 : i])[:, 0])
         T = max(i + 1, 12)
         _, l, there = model.outputs(whole[:, :T], u[:, :T])
@@ -83,7 +84,8 @@ def test_a_generated_byte_is_what_the_full_pass_over_the_bytes_before_it_tells(n
     for temperature, top_k in (0, None), (9.0, 1):  # the likeliest
         torch.manual_seed(3)
         byte, *_ = [*model.generate(x, 20, temperature, top_k)][11]
-        assert torch.equal(byte, model.outputs(x, u[:, :12])[0][:, -1, :BOS].argmax(1))
+        logits = model.head(model.norm(model.outputs(x, u[:, :12])[0][:, -1]))
+        assert torch.equal(byte, logits[:, :BOS].argmax(1))
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -136,7 +138,8 @@ def test_a_step_takes_the_gradient_of_the_systems_own_loss(name, data, tmp_path)
     model = make_model(ModelConfig(**train.model_config_of(vars(h)))).train()
     shards = prepare.open_shards(data, "train", 32)
     (x, y, u), = train.micro_batches(shards, 0, 1, h, 0, 1, "cpu")
-    logits, l, a = model.outputs(x, u[0])
+    Z, l, a = model.outputs(x, u[0])
+    logits = 30 * torch.tanh(model.head(model.norm(Z)) / 30)
     loss = F.cross_entropy(logits.flatten(0, 1), y.flatten()) + model.boundary_loss(l, a)
     loss.backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -224,7 +227,7 @@ def test_gumbel_computes_its_equations_position_by_position_forward_and_gradient
     boundaries before it. A token reaches the positions from its last byte on.
     """
     model, (x, _), u, N = small("gumbel"), some_bytes(1, 30), torch.rand(1, 30), 30
-    logits, l, a = model.outputs(x, u)
+    Z, l, a = model.outputs(x, u)
     X = model.encode(x)
     logit = model.boundary_mlp(model.early_norm(X))[0, :, 0]
     soft = ((logit - (u[0] / (1 - u[0])).log()) / 0.5).sigmoid()
@@ -239,7 +242,7 @@ def test_gumbel_computes_its_equations_position_by_position_forward_and_gradient
         tokens.append(sum(w * X[0, i] for w, i in zip(weights, members)) / sum(weights))
     y = model.run(model.middle, torch.stack(tokens)[None], torch.tensor([ends]))[0]
     Y = torch.stack([X[0, i] + y[sum(hard[: i + 1]) - 1] for i in range(N)])
-    assert_same_gradients(logits, model.decode(Y[None]), [
+    assert_same_gradients(Z, model.decode(Y[None]), [
         model.boundary_mlp[0].weight, model.boundary_mlp[2].bias, model.early_norm.weight,
         model.null, model.embedding.weight])
 
