@@ -3,10 +3,11 @@ How fast a training step is on this machine, against what the machine can do and
 
     python experiments/bench.py             the quick run's model; minutes, then all lines at once
     python experiments/bench.py --compile=False --batch_size=4
+    python experiments/bench.py --gpu       the paper's 147M model alone, for one H100 or H200
 
-Every hyperparameter of train.py is a flag. Each measured step lives in a process of its own, so
-that its memory and its compilations are its own. The processes take turns, half a second each.
-Numbers are medians of the rounds, +- half the interquartile range. Compare those of one run only.
+Every hyperparameter of train.py is a flag or in a configuration file. In the comparison each step
+lives in a process of its own, and the processes take turns, half a second each. Numbers are
+medians of the rounds, +- half the interquartile range. Compare those of one run only.
 """
 import itertools
 import math
@@ -28,10 +29,12 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
 from config.command_line import check, read_command_line
+from experiments.compare import ROOT
 from experiments.flops import executed_flops
 from model import VOCAB_SIZE, ModelConfig, inputs_and_targets, make_model
 
 ROUNDS = 20
+SIDE = 8192 if torch.cuda.is_available() else 2048  # of the matrix product
 PIECES = "encode", "policy_terms", "boundaries", "boundary_logits", "predict", "log_likelihood"
 os.environ["KINETO_LOG_LEVEL"] = "6"  # torch's profiler, which counts memory, is silent
 
@@ -124,8 +127,8 @@ def training_step(h, timed=lambda name, function: function):
 
 
 def matrix_product(h):
-    """A function: 2048^3 multiplications and additions."""
-    z = torch.randn(2048, 2048, device=h["device"], dtype=getattr(torch, h["dtype"]))
+    """A function: SIDE^3 multiplications and additions."""
+    z = torch.randn(SIDE, SIDE, device=h["device"], dtype=getattr(torch, h["dtype"]))
     return partial(torch.mm, z, z)
 
 
@@ -158,6 +161,15 @@ def peak_memory():
     return max(itertools.accumulate(event.nbytes() for event in events))
 
 
+def print_share(steps, products, h):
+    """Prints FLOP/s as executed, over those of the matrix product, of their seconds."""
+    u = torch.rand(h["num_draws"], h["batch_size"], h["seq_len"])
+    flops = executed_flops(new_model(h), u < h["downsample_rate_target"]).item()
+    ceiling = [2 * SIDE**3 / one for one in products]
+    row("matrix product", [one / 1e12 for one in ceiling], "TFLOP/s")
+    row("learned, of the product's", [flops / a / b for a, b in zip(steps, ceiling)], "")
+
+
 def bench_steps(h):
     """Prints the table of training steps."""
     rows = {"seq_len": 1024, "batch_size": max(h["batch_size"] * h["seq_len"] // 1024, 1)}
@@ -179,8 +191,6 @@ def bench_steps(h):
     for worker in workers.values():
         worker.shutdown()
 
-    ceiling = [2 * 2048**3 / one for one in times["matrix product"]]  # FLOP/s
-    row("matrix product", [one / 1e9 for one in ceiling], "GFLOP/s")
     print("training step; its peak memory beyond weights; its time a byte over that of uniform")
     speeds = {name: [g["batch_size"] * g["seq_len"] / one for one in times[name]]
               for name, (_, g) in measured.items()}
@@ -188,14 +198,11 @@ def bench_steps(h):
         ratio = statistics.median(a / b for a, b in zip(speeds["uniform"], speeds[name]))
         row(name, [speed / 1e3 for speed in speeds[name]], "kB/s",
             f"{memory[name] / 1e6:.0f} MB, {ratio:.2f} times")
-    u = torch.rand(h["num_draws"], h["batch_size"], h["seq_len"])
-    flops = executed_flops(new_model(h), u < h["downsample_rate_target"]).item()
-    shares = [flops / one / most for one, most in zip(times["learned"], ceiling)]
-    row("learned, of the product's FLOP/s", shares, "")
+    print_share(times["learned"], times["matrix product"], h)
 
 
 def bench_pieces(h):
-    """Prints where the milliseconds of a mean step go."""
+    """Prints where the milliseconds of a learned step go, and its three dearest kernels."""
     spent = defaultdict(float)
 
     def timed(name, function):
@@ -212,14 +219,32 @@ def bench_pieces(h):
     print("pieces of a learned step")
     for name, one in spent.items():
         print(f"  {name:30} {1e3 * one / ROUNDS:9.4g} ms, {one / whole:.1%}")
+    with torch.profiler.profile() as profile:
+        step()
+    time = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    kernels = sorted(profile.key_averages(), key=lambda event: -getattr(event, time))
+    for event in kernels[:3]:
+        print(f"  {event.key[:60]} {getattr(event, time) / 1e3:.4g} ms, {event.count} calls")
+
+
+def bench_alone(h):
+    """Prints speed, share of the machine's FLOP/s, and memory of learned steps in this process."""
+    begin(training_step, h)
+    times = [measure() for _ in range(ROUNDS)]
+    row("learned", [h["batch_size"] * h["seq_len"] / 1e3 / one for one in times], "kB/s",
+        f"{peak_memory() / 1e9:.3g} GB beyond weights")
+    begin(matrix_product, h)
+    print_share(times, [measure() for _ in range(ROUNDS)], h)
 
 
 def main(argv):
+    alone = "--gpu" in argv
+    argv = [f"{ROOT}/config/fineweb_147m.py"] * alone + [flag for flag in argv if flag != "--gpu"]
     h = train.DEFAULTS | read_command_line(argv, train.DEFAULTS)
     check(SimpleNamespace(**h))
     h["device"], h["dtype"] = train.device_and_dtype(h["device"], h["dtype"])
     print("torch", torch.__version__, h["device"], h["dtype"], torch.get_num_threads(), "threads")
-    bench_steps(h)
+    bench_alone(h) if alone else bench_steps(h)
     bench_pieces(h)
 
 
