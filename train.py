@@ -19,6 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as M varies
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -51,11 +53,11 @@ attention_window = 8  # bytes that a byte layer sees
 boundaries = "learned"  # or uniform, hnet, ..., or another run's ckpt.pt: experiments/systems.py
 downsample_rate_target = 1 / 5  # tokens per byte
 policy_window = 1  # w, eq. 21: earlier decisions that a decision sees
-policy_scale = 1.5  # S, eq. 22: the smaller, the faster the policy learns
+policy_scale = 16.0  # S, eq. 22
 policy_softcap = 5.0  # eq. 23: the decision's logit stays within +- this in training
 # loss
 num_draws = 2  # K draws of each row, each judged by the others; 1: the paper's estimator, eq. 15-17
-gamma = 0.99  # discount of later rewards, eq. 16
+gamma = 0.9  # discount of later rewards, eq. 16: the larger, the noisier
 lambda_pi = 1e-2  # weight of the policy's loss, eq. 27
 lambda_target = 1e-2  # weight of L_tgt, which keeps the rate
 lambda_early = 1e-1  # weight of the early head's loss; only num_draws=1 has such a head
@@ -65,8 +67,9 @@ effective_batch_size = 16  # rows in a step, over all processes and accumulation
 batch_size = 16  # rows in a pass of one process; eq. 17 and 24 average over a pass of all processes
 learning_rate = 3e-3  # reached after warm-up; falls to 0 along a cosine
 warmup_bytes = 200_000  # linear warm-up
-policy_start_bytes = 500_000  # until then p stays near the target, while tokens become useful
-weight_decay = 0.01  # of matrices; torch's default
+policy_learning_rate = 0.12  # of the policy's weights, which act through 1 / S; the same cosine
+policy_warmup_bytes = 2_000_000  # p stays near the target while tokens become useful
+weight_decay = 0.01  # of matrices but the policy's; torch's default
 grad_clip = 1.0  # largest gradient norm
 # log
 log_interval = 40  # steps between lines
@@ -302,7 +305,9 @@ def set_up_machine(h, world):
             fail(f"there are {torch.cuda.device_count()} GPUs; start as many processes")
         torch.cuda.set_device(device)
     if world > 1:
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        backend, of = ("nccl", device) if kind == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, device_id=of)
+        torch._dynamo.config.optimize_ddp = False  # it cuts a large block into several graphs
     torch.set_float32_matmul_precision("high")
     if kind == "cpu":  # a resumed run repeats to the last bit
         torch.use_deterministic_algorithms(True)
@@ -332,13 +337,12 @@ def compile_blocks(model, **options):
 
 
 def make_optimizer(model, h):
-    """AdamW in three groups: matrices, vectors, which do not decay, and last the policy."""
+    """AdamW in three groups: matrices, and without decay vectors and, last, the policy."""
     policy = model.policy.weight
     matrices = [p for p in model.parameters() if p.dim() == 2 and p is not policy]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": h.weight_decay},
-              {"params": vectors, "weight_decay": 0.0},
-              {"params": [policy], "weight_decay": h.weight_decay}]
+              {"params": vectors, "weight_decay": 0.0}, {"params": [policy], "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, h.learning_rate, fused=True)  # the paper's betas: 0.9, 0.999
 
 
@@ -356,16 +360,14 @@ def restore(saved, optimizer, scaler, log_file, rank):
     return saved["step"], saved["rows_seen"]
 
 
-def set_learning_rates(optimizer, start, end, h):
-    """For the step from byte `start` to `end`: linear warm-up, a cosine to 0, a held policy."""
-    lr = h.learning_rate * end / max(h.warmup_bytes, 1)
-    if end >= h.warmup_bytes:
-        done = (end - h.warmup_bytes) / max(h.training_bytes - h.warmup_bytes, 1)
-        lr = h.learning_rate * (1 + math.cos(math.pi * min(done, 1))) / 2
+def set_learning_rates(optimizer, end, h):
+    """For the step up to byte `end`: linear warm-ups, the policy's a longer one; a cosine to 0."""
+    done = (end - h.warmup_bytes) / max(h.training_bytes - h.warmup_bytes, 1)
+    cosine = (1 + math.cos(math.pi * min(max(done, 0), 1))) / 2
     for group in optimizer.param_groups:
-        group["lr"] = lr
-    if start < h.policy_start_bytes:
-        optimizer.param_groups[-1]["lr"] = 0.0
+        group["lr"] = h.learning_rate * cosine * min(end / max(h.warmup_bytes, 1), 1)
+    policy_warm = min(end / max(h.policy_warmup_bytes, 1), 1)
+    optimizer.param_groups[-1]["lr"] = h.policy_learning_rate * cosine * policy_warm
 
 
 # ---- The loop. h has the hyperparameters above, after configuration files and flags.
@@ -382,7 +384,8 @@ def main(argv):
     first_step, logged_step, seconds = step, step, 0.0
     if h.compile and device.type != "mps":
         compile_blocks(model)
-    net = DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model
+    net = model if world == 1 else DistributedDataParallel(
+        model, broadcast_buffers=False, gradient_as_bucket_view=True)
     for number in signal.SIGINT, signal.SIGTERM:  # torchrun passes SIGTERM on
         signal.signal(number, lambda *_: stop.append(True))
     while True:
@@ -399,11 +402,11 @@ def main(argv):
             break
 
         step, started = step + 1, time.perf_counter()
-        teaching = h.boundaries == "learned" and bytes_seen >= h.policy_start_bytes
-        K = h.num_draws if teaching else 1
+        learned = h.boundaries == "learned"
+        K = h.num_draws if learned else 1
         batches = micro_batches(train_shards, rows_seen, K, h, rank, world, device)
         rows_seen += h.effective_batch_size
-        set_learning_rates(optimizer, bytes_seen, rows_seen * h.seq_len, h)
+        set_learning_rates(optimizer, rows_seen * h.seq_len, h)
         terms = torch.zeros(7, device=device)
         for i, (x, y, u) in enumerate(batches):
             net.require_backward_grad_sync = i == len(batches) - 1  # once a step
@@ -411,8 +414,8 @@ def main(argv):
                 logp, early_logp, l, a = net(x, y, u)  # early_logp is 0 without an early exit
             R = (logp - early_logp).detach()  # eq. 15
             A = advantage(discounted_return(R, h.gamma))  # eq. 16-17
-            L_pi = teaching * policy_loss(l, a, A)
-            L_tgt = teaching * target_loss(l, h.downsample_rate_target)
+            L_pi = learned * policy_loss(l, a, A)
+            L_tgt = learned * target_loss(l, h.downsample_rate_target)
             L_auto, L_early = -logp[0].mean(), -early_logp.mean()  # eq. 25-26
             L = L_auto + h.lambda_pi * L_pi + h.lambda_target * L_tgt + h.lambda_early * L_early
             if h.boundaries != "learned":

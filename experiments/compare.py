@@ -144,14 +144,14 @@ def read_run(system, seed, out_dir):
     records = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
     steps = [record for record in records if "auto" in record]
     speed = statistics.median([r["bytes_per_second"] for r in steps] or [math.nan])
-    halved = entropy_halved(steps) if h["boundaries"] == "learned" else None
+    learned = h["boundaries"] == "learned"
+    halved, draws = entropy_halved(steps) if learned else None, h["num_draws"] if learned else 1
     latest = steps[0] if steps else {"flops_per_byte": math.nan, "rate": math.nan}
     for record in records:
         latest = record if "auto" in record else latest
-        learns = h["boundaries"] == "learned" and record["bytes"] > h["policy_start_bytes"]
-        new, draws = record["bytes"] - before, h["num_draws"] if learns else 1
-        flops += new * latest["flops_per_byte"]
-        paper_flops += new * paper_flops_per_byte(model, latest["rate"], draws)
+        flops += (record["bytes"] - before) * latest["flops_per_byte"]
+        per_byte = paper_flops_per_byte(model, latest["rate"], draws)
+        paper_flops += (record["bytes"] - before) * per_byte
         before = record["bytes"]
         if record["bytes"] and "val_bpb" in record:
             record.pop("line")  # the text that is shown

@@ -70,7 +70,7 @@ def test_a_table_has_the_means_of_the_last_evaluations_and_what_reaching_them_co
     """Each stretch of bytes at its own rate; seconds at the median speed; entropy of five lines."""
     figures, (model, saved) = [], load_checkpoint(trained / "ckpt.pt")
     monkeypatch.setattr(compare.plt, "close", figures.append)
-    saved["config"] |= {"training_bytes": 8e6, "num_draws": 2, "policy_start_bytes": 2e6}
+    saved["config"] |= {"training_bytes": 8e6, "num_draws": 2}
     for seed, system, entropies in ((1, "learned", [4, 4, 2, 2, 1.9, 1.9, 2.3, 1]),
                                     (2, "learned", [4] * 8), (1, "learned-w1", [0] * 8)):
         folder = tmp_path / f"runs/{system}-{seed}"
@@ -85,7 +85,7 @@ def test_a_table_has_the_means_of_the_last_evaluations_and_what_reaching_them_co
         write_log(folder, sorted(records, key=lambda r: r["bytes"]))
     compare.write(tmp_path)
     half, whole = (sum(1e6 * i for i in range(1, n + 1)) for n in (4, 8))
-    paper = [paper_flops_per_byte(model, i / 10, 1 + (i > 2)) for i in range(9)]
+    paper = [paper_flops_per_byte(model, i / 10, 2) for i in range(9)]
     paper_half, paper_whole = (sum(1e6 * paper[i] for i in range(1, n + 1)) for n in (4, 8))
     assert cells(tmp_path / "table.md")[0] == [
         "learned", "2", "2.5000", "0.0150", "2.000, 3.000", "0.300", "38%", "8.0, never",

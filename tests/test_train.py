@@ -48,13 +48,14 @@ def refused(capsys, *arguments):
 @pytest.mark.parametrize("K", [1, 2])
 def test_the_loop_takes_the_steps_that_the_equations_written_down_take(K, data, tmp_path):
     """Six steps of 8 rows in two passes: rows, draws, eq. 15-18 and 24-27, clipping, AdamW and what
-    it decays, warm-up and cosine, and the policy held at first."""
+    it decays, warm-ups and cosine, and the policy's own rate."""
     N, B, steps, lr, clip, decay, seed = 32, 8, 6, 1e-2, {1: 0.3, 2: 100.0}[K], 0.5, 7
     lambda_pi, lambda_target, lambda_early, gamma, target = 0.3, 0.2, 0.1, 0.9, 0.2
-    warmup, start, total = 2 * B * N, 2 * B * N, steps * B * N
+    warmup, policy_lr, policy_warmup, total = 2 * B * N, 0.05, 3 * B * N, steps * B * N
     train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}", f"--num_draws={K}", "--seed=7",
                 "--gamma=0.9", f"--training_bytes={total}",
-                f"--warmup_bytes={warmup}", f"--policy_start_bytes={start}", f"--grad_clip={clip}",
+                f"--warmup_bytes={warmup}", f"--policy_warmup_bytes={policy_warmup}",
+                f"--policy_learning_rate={policy_lr}", f"--grad_clip={clip}",
                 "--learning_rate=1e-2", "--lambda_pi=0.3", "--lambda_target=0.2", "--batch_size=4",
                 "--lambda_early=0.1", "--effective_batch_size=8", "--weight_decay=0.5"])
     model, saved = load_checkpoint(tmp_path / "ckpt.pt")
@@ -67,11 +68,8 @@ def test_the_loop_takes_the_steps_that_the_equations_written_down_take(K, data, 
     discount = [[gamma ** (j - i) if j >= i else 0.0 for j in range(N)] for i in range(N)]
     discount = torch.tensor(discount)
     for step in range(1, steps + 1):
-        before, after = (step - 1) * B * N, step * B * N
-        teaching = before >= start
-        draws = range(K if teaching else 1)
-        u = np.random.default_rng([seed, 1, (step - 1) * B]).random((len(draws), B, N), np.float32)
-        L = 0
+        draws, after, L = range(K), step * B * N, 0
+        u = np.random.default_rng([seed, 1, (step - 1) * B]).random((K, B, N), np.float32)
         for part in (slice(0, 4), slice(4, 8)):
             numbers = order[(step - 1) * B : step * B][part]
             y = torch.from_numpy(rows[numbers].astype(int))
@@ -93,27 +91,28 @@ def test_the_loop_takes_the_steps_that_the_equations_written_down_take(K, data, 
                     L, reward = L - lambda_early * early.mean() / 2, logp - early
                 G.append(reward.detach() @ discount.T)
                 log_pi.append(torch.where(a, l[k].sigmoid(), 1 - l[k].sigmoid()).log()[0])
-            if teaching:
-                A = [G[0] - G[0].mean(0)] if K == 1 else [G[0] - G[1], G[1] - G[0]]
-                terms = sum(-(log_pi[k] * A[k])[:, 1:].sum() for k in draws) / (K * 4 * N)
-                l = torch.cat(l)
-                L_tgt = l.mean() * (l.sigmoid().mean().item() - target)
-                L = L + (lambda_pi * terms + lambda_target * L_tgt) / 2
+            A = [G[0] - G[0].mean(0)] if K == 1 else [G[0] - G[1], G[1] - G[0]]
+            terms = sum(-(log_pi[k] * A[k])[:, 1:].sum() for k in draws) / (K * 4 * N)
+            l = torch.cat(l)
+            L_tgt = l.mean() * (l.sigmoid().mean().item() - target)
+            L = L + (lambda_pi * terms + lambda_target * L_tgt) / 2
         model.zero_grad()
         L.backward()
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad
                  for name, p in model.named_parameters()}
         norm = sum(g.square().sum() for g in grads.values()).sqrt().item()
         assert (norm > clip) == (K == 1)  # so that clipping matters, and once the size of L
-        rate = lr * after / warmup
+        cosine = 1.0
         if after >= warmup:
-            rate = lr * (1 + math.cos(math.pi * (after - warmup) / (total - warmup))) / 2
+            cosine = (1 + math.cos(math.pi * (after - warmup) / (total - warmup))) / 2
         with torch.no_grad():
             for name, p in model.named_parameters():
                 g = grads[name] * min(clip / norm, 1)
-                own = 0.0 if name == "policy.weight" and before < start else rate
+                own, decays = lr * min(after / warmup, 1) * cosine, p.dim() == 2
+                if name == "policy.weight":
+                    own, decays = policy_lr * min(after / policy_warmup, 1) * cosine, False
                 m[name], v[name] = 0.9 * m[name] + 0.1 * g, 0.999 * v[name] + 0.001 * g**2
-                p *= 1 - own * (decay if p.dim() == 2 else 0)
+                p *= 1 - own * decay * decays
                 p -= own * m[name] / (1 - 0.9**step) / ((v[name] / (1 - 0.999**step)).sqrt() + 1e-8)
     assert model.policy.weight.abs().max() > 5e-3
     for name, p in model.named_parameters():
@@ -418,7 +417,8 @@ def test_the_papers_configurations_have_the_papers_sizes_and_values(name, flags,
     assert sum(p.numel() for p in model.parameters()) == count
     keys = "learning_rate effective_batch_size warmup_bytes training_bytes downsample_rate_target"
     assert tuple(h[key] for key in keys.split()) == values
-    keys = "seq_len attention_window policy_window policy_scale policy_start_bytes num_draws"
-    assert tuple(h[key] for key in keys.split()) == (4096, 64, 8, 16, 0, 1)
+    assert (h["policy_learning_rate"], h["policy_warmup_bytes"]) == (values[0], values[2])
+    keys = "seq_len attention_window policy_window policy_scale num_draws"
+    assert tuple(h[key] for key in keys.split()) == (4096, 64, 8, 16, 1)
     keys = "gamma lambda_pi lambda_target lambda_early"
     assert tuple(h[key] for key in keys.split()) == (0.99, 1e-2, 1e-2, 1e-1)
