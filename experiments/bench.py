@@ -1,5 +1,5 @@
 """
-How fast a training step is on this machine, against what the machine can do and against rivals.
+How fast a training step is on this machine, against the other systems' and a matrix product.
 
     python experiments/bench.py             the quick run's model; minutes, then all lines at once
     python experiments/bench.py --compile=False --batch_size=4
@@ -24,14 +24,13 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
 from config.command_line import check, read_command_line
 from experiments.compare import ROOT
 from experiments.flops import executed_flops
-from model import VOCAB_SIZE, ModelConfig, inputs_and_targets, make_model
+from model import ModelConfig, inputs_and_targets, make_model
 
 ROUNDS = 20
 SIDE = 8192 if torch.cuda.is_available() else 2048  # of the matrix product
@@ -58,42 +57,18 @@ def row(name, values, unit, note=""):
 # ---- What is measured. h is a dictionary of train.py's hyperparameters.
 
 
-class Plain(nn.Module):
-    """The rival: a byte transformer like nanoGPT's, of torch's own layers."""
-
-    def __init__(self, D, num_heads, n_layers, N):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(D, num_heads, 4 * D, 0.0, "gelu", batch_first=True,
-                                           norm_first=True, bias=False)
-        self.layers = nn.TransformerEncoder(layer, n_layers, nn.LayerNorm(D, bias=False), False)
-        self.embedding, self.position = nn.Embedding(VOCAB_SIZE, D), nn.Embedding(N, D)
-        self.head = nn.Linear(D, VOCAB_SIZE, bias=False)
-
-    def forward(self, x, y, u):
-        mask = nn.Transformer.generate_square_subsequent_mask(x.size(1), x.device)
-        x = self.layers(self.embedding(x) + self.position.weight, mask, is_causal=True)
-        logp = -F.cross_entropy(self.head(x).flatten(0, 1), y.flatten(), reduction="none")
-        logp = logp.view_as(y)
-        nothing = torch.zeros_like(logp)
-        return logp[None], nothing, nothing[None], nothing[None]
-
-
 def new_model(h):
-    """The model of h["boundaries"], or "plain": the rival with as many matrix parameters."""
-    if h["boundaries"] != "plain":
-        return make_model(ModelConfig(**train.model_config_of(h))).to(h["device"]).train()
-    D, ours = h["embedding_dim"], new_model(h | {"boundaries": "learned"}).parameters()
-    matrices = sum(p.numel() for p in ours if p.dim() == 2) - 2 * VOCAB_SIZE * D
-    return Plain(D, h["num_heads"], round(matrices / (12 * D * D)), h["seq_len"]).to(h["device"])
+    """A model in training."""
+    return make_model(ModelConfig(**train.model_config_of(h))).to(h["device"]).train()
 
 
-def loss(logp, early_logp, l, a, h, teaching):
+def loss(logp, early_logp, l, a, h, learned):
     """Eq. 15-18 and 24-27, as in train.py's loop."""
     A = train.advantage(train.discounted_return((logp - early_logp).detach(), h["gamma"]))
     L_pi = train.policy_loss(l, a, A)
     L_tgt = train.target_loss(l, h["downsample_rate_target"])
     L = -logp[0].mean() - h["lambda_early"] * early_logp.mean()
-    return L + teaching * (h["lambda_pi"] * L_pi + h["lambda_target"] * L_tgt)
+    return L + learned * (h["lambda_pi"] * L_pi + h["lambda_target"] * L_tgt)
 
 
 def training_step(h, timed=lambda name, function: function):
@@ -105,8 +80,9 @@ def training_step(h, timed=lambda name, function: function):
     optimizer = torch.optim.AdamW(model.parameters(), 1e-9, fused=True)  # p stays at the target
     autocast = torch.autocast(h["device"], getattr(torch, h["dtype"]), h["dtype"] != "float32")
     if h["compile"]:
-        model.compile() if h["boundaries"] == "plain" else train.compile_blocks(model)
-    for name in PIECES if h["boundaries"] == "learned" else ():
+        train.compile_blocks(model)
+    learned = h["boundaries"] == "learned"
+    for name in PIECES if learned else ():
         setattr(model, name, timed(name, getattr(model, name)))
 
     def update():
@@ -115,11 +91,10 @@ def training_step(h, timed=lambda name, function: function):
         optimizer.zero_grad(set_to_none=True)
 
     def step():
-        teaching = h["boundaries"] == "learned"
-        u = torch.rand(h["num_draws"] if teaching else 1, *x.shape, device=x.device)
+        u = torch.rand(h["num_draws"] if learned else 1, *x.shape, device=x.device)
         with autocast:
             outputs = model(x, y, u)
-        L = timed("losses", loss)(*outputs, h, teaching)
+        L = timed("losses", loss)(*outputs, h, learned)
         timed("backward", L.backward)()
         timed("clipping and AdamW", update)()
 
@@ -172,10 +147,8 @@ def print_share(steps, products, h):
 
 def bench_steps(h):
     """Prints the table of training steps."""
-    rows = {"seq_len": 1024, "batch_size": max(h["batch_size"] * h["seq_len"] // 1024, 1)}
     changes = {"learned": {}, **{f"learned, K={K}": {"num_draws": K} for K in (1, 4)},
-               **{name: {"boundaries": name} for name in ("uniform", "random", "none")},
-               "learned, N=1024": rows, "plain transformer, N=1024": rows | {"boundaries": "plain"}}
+               **{name: {"boundaries": name} for name in ("uniform", "random", "none")}}
     measured = {name: (training_step, h | change) for name, change in changes.items()}
     measured["matrix product"] = matrix_product, h
     spawn = multiprocessing.get_context("spawn")
