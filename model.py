@@ -43,6 +43,7 @@ class ModelConfig:
     policy_window: int = 8  # w: earlier decisions that a decision sees
     policy_scale: float = 16.0  # S, eq. 22
     policy_softcap: float = 5.0  # eq. 23, ours: keeps p within 0.7% and 99.3% while it trains
+    redrawn: float = 1.0  # share of rows that have draws beyond the first
     early_exit: bool = True  # a head that predicts from X alone, eq. 14
     boundaries: str = "learned"  # a key of SYSTEMS, or a checkpoint whose boundaries are taken
 
@@ -331,18 +332,21 @@ class Model(nn.Module):
 
         x_0 = <bos>. logp is log p(y | x, a) in nats; early_logp is that of the early exit, or 0
         without one. a is bool. Nothing at i depends on later bytes or decisions, but log p on y_i.
-        The first draw teaches all layers. The others only tell the policy how good they were.
+        The first draw teaches all layers. The others only tell the policy how good they were. Rows
+        that are not drawn again have the first draw K times, which tells it nothing.
         """
-        X = self.encode(x)
+        X, B = self.encode(x), math.ceil(self.config.redrawn * len(x))
         z = self.policy_terms(X)
         with torch.no_grad():
             a = self.boundaries(z, u)  # eq. 2
+            a[1:, B:] = a[0, B:]
         l = self.boundary_logits(z, a)
         logp = [self.log_likelihood(self.predict(X, a[0]), y, self.norm, self.head)]
         with torch.no_grad():
             for other in a[1:]:
-                Z = self.predict(X, other)
-                logp.append(self.log_likelihood(Z, y, self.norm, self.head))
+                Z = self.predict(X[:B], other[:B])
+                again = self.log_likelihood(Z, y[:B], self.norm, self.head)
+                logp.append(torch.cat((again, logp[0][B:])))
             early_logp = torch.zeros_like(logp[0])
         if self.config.early_exit:  # eq. 14
             early_logp = self.log_likelihood(X, y, self.early_norm, self.early_head)

@@ -56,7 +56,8 @@ policy_window = 1  # w, eq. 21: earlier decisions that a decision sees
 policy_scale = 16.0  # S, eq. 22
 policy_softcap = 5.0  # eq. 23: the decision's logit stays within +- this in training
 # loss
-num_draws = 2  # K draws of each row, each judged by the others; 1: the paper's estimator, eq. 15-17
+num_draws = 2  # K draws of a row, each judged by the others; 1: the paper's estimator, eq. 15-17
+redrawn = 1 / 2  # share of rows that have draws beyond the first, and so teach the policy
 gamma = 0.9  # discount of later rewards, eq. 16: the larger, the noisier
 lambda_pi = 1e-2  # weight of the policy's loss, eq. 27
 lambda_target = 1e-2  # weight of L_tgt, which keeps the rate
@@ -394,7 +395,8 @@ def main(argv):
         stopping = mean_over_processes(torch.tensor(float(len(stop)), device=device)).item() > 0
         due = (step % h.eval_interval == 0 or finished) and (step > first_step or not saved)
         if due and rank == 0:
-            results, shown = evaluate(model, val_shards, h.eval_rows, h.batch_size, autocast)
+            B = math.ceil(h.redrawn * h.batch_size)  # compiled once with the second draw
+            results, shown = evaluate(model, val_shards, h.eval_rows, B, autocast)
             log_evaluation(log_file, {"step": step, "bytes": bytes_seen} | results, shown)
         if (due or stopping) and step > first_step and rank == 0:
             save(checkpoint, log_file, h, model, optimizer, scaler, step, rows_seen)
