@@ -68,8 +68,8 @@ effective_batch_size = 16  # rows in a step, over all processes and accumulation
 batch_size = 16  # rows in a pass of one process; eq. 17 and 24 average over a pass of all processes
 learning_rate = 3e-3  # reached after warm-up; falls to 0 along a cosine
 warmup_bytes = 200_000  # linear warm-up
-policy_learning_rate = 0.12  # of the policy's weights, which act through 1 / S; the same cosine
-policy_warmup_bytes = 2_000_000  # p stays near the target while tokens become useful
+policy_learning_rate = 0.12  # of the policy's weights, which act through 1 / S
+policy_start_bytes = 500_000  # until then p stays near the target, while tokens become useful
 weight_decay = 0.01  # of matrices but the policy's; torch's default
 grad_clip = 1.0  # largest gradient norm
 # log
@@ -362,13 +362,14 @@ def restore(saved, optimizer, scaler, log_file, rank):
 
 
 def set_learning_rates(optimizer, end, h):
-    """For the step up to byte `end`: linear warm-ups, the policy's a longer one; a cosine to 0."""
+    """For the step up to byte `end`: linear warm-up, a cosine to 0; the policy's once it starts."""
     done = (end - h.warmup_bytes) / max(h.training_bytes - h.warmup_bytes, 1)
-    cosine = (1 + math.cos(math.pi * min(max(done, 0), 1))) / 2
+    scale = (1 + math.cos(math.pi * min(max(done, 0), 1))) / 2
+    scale *= min(end / max(h.warmup_bytes, 1), 1)
     for group in optimizer.param_groups:
-        group["lr"] = h.learning_rate * cosine * min(end / max(h.warmup_bytes, 1), 1)
-    policy_warm = min(end / max(h.policy_warmup_bytes, 1), 1)
-    optimizer.param_groups[-1]["lr"] = h.policy_learning_rate * cosine * policy_warm
+        group["lr"] = h.learning_rate * scale
+    started = end > h.policy_start_bytes
+    optimizer.param_groups[-1]["lr"] = h.policy_learning_rate * scale * started
 
 
 # ---- The loop. h has the hyperparameters above, after configuration files and flags.

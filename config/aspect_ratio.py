@@ -29,6 +29,6 @@ policy_learning_rate = 3e-3
 effective_batch_size = 64
 batch_size = 16
 warmup_bytes = 110_000_000
-policy_warmup_bytes = 110_000_000
+policy_start_bytes = 0
 training_bytes = 1_500_000_000
 log_interval = 10

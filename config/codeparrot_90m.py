@@ -26,6 +26,6 @@ policy_learning_rate = 2e-3
 effective_batch_size = 128
 batch_size = 16  # about 40 GB (estimated); eq. 17: all 128 rows on 8 GPUs
 warmup_bytes = 250_000_000
-policy_warmup_bytes = 250_000_000
+policy_start_bytes = 0
 training_bytes = 3_400_000_000
 log_interval = 10

@@ -70,7 +70,7 @@ def check(h):
             (1, 2**20, "effective_batch_size batch_size"), (0, 12, "policy_window"),
             (0, 1000, "n_down_layers n_mid_layers n_up_layers"), (0, 1, "gamma"),
             (1, 2**63, "training_bytes log_interval eval_interval"),
-            (0, 2**63, "warmup_bytes policy_warmup_bytes seed weight_decay lambda_early"),
+            (0, 2**63, "warmup_bytes policy_start_bytes seed weight_decay lambda_early"),
             (0, 1e99, "policy_learning_rate"), (1e-9, 1, "redrawn"),
             (1e-9, 1e99, "learning_rate grad_clip policy_scale policy_softcap")):
         for key in keys.split():

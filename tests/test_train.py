@@ -48,13 +48,13 @@ def refused(capsys, *arguments):
 @pytest.mark.parametrize("K", [1, 2])
 def test_the_loop_takes_the_steps_that_the_equations_written_down_take(K, data, tmp_path):
     """Six steps of 8 rows in two passes: rows, draws, eq. 15-18 and 24-27, clipping, AdamW and what
-    it decays, warm-ups and cosine, and the policy's own rate."""
+    it decays, warm-up and cosine, and the policy held at first, then at its own rate."""
     N, B, steps, lr, clip, decay, seed = 32, 8, 6, 1e-2, {1: 0.3, 2: 100.0}[K], 0.5, 7
     lambda_pi, lambda_target, lambda_early, gamma, target = 0.3, 0.2, 0.1, 0.9, 0.2
-    warmup, policy_lr, policy_warmup, total = 2 * B * N, 0.05, 3 * B * N, steps * B * N
+    warmup, start, policy_lr, total = 2 * B * N, 2 * B * N, 0.05, steps * B * N
     train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}", f"--num_draws={K}", "--seed=7",
                 "--gamma=0.9", f"--training_bytes={total}",
-                f"--warmup_bytes={warmup}", f"--policy_warmup_bytes={policy_warmup}",
+                f"--warmup_bytes={warmup}", f"--policy_start_bytes={start}",
                 f"--policy_learning_rate={policy_lr}", f"--grad_clip={clip}",
                 "--learning_rate=1e-2", "--lambda_pi=0.3", "--lambda_target=0.2", "--batch_size=4",
                 "--lambda_early=0.1", "--effective_batch_size=8", "--weight_decay=0.5",
@@ -113,7 +113,7 @@ def test_the_loop_takes_the_steps_that_the_equations_written_down_take(K, data, 
                 g = grads[name] * min(clip / norm, 1)
                 own, decays = lr * min(after / warmup, 1) * cosine, p.dim() == 2
                 if name == "policy.weight":
-                    own, decays = policy_lr * min(after / policy_warmup, 1) * cosine, False
+                    own, decays = own * policy_lr / lr * (after > start), False
                 m[name], v[name] = 0.9 * m[name] + 0.1 * g, 0.999 * v[name] + 0.001 * g**2
                 p *= 1 - own * decay * decays
                 p -= own * m[name] / (1 - 0.9**step) / ((v[name] / (1 - 0.999**step)).sqrt() + 1e-8)
@@ -420,7 +420,7 @@ def test_the_papers_configurations_have_the_papers_sizes_and_values(name, flags,
     assert sum(p.numel() for p in model.parameters()) == count
     keys = "learning_rate effective_batch_size warmup_bytes training_bytes downsample_rate_target"
     assert tuple(h[key] for key in keys.split()) == values
-    assert (h["policy_learning_rate"], h["policy_warmup_bytes"]) == (values[0], values[2])
+    assert (h["policy_learning_rate"], h["policy_start_bytes"]) == (values[0], 0)
     keys = "seq_len attention_window policy_window policy_scale num_draws"
     assert tuple(h[key] for key in keys.split()) == (4096, 64, 8, 16, 1)
     keys = "gamma lambda_pi lambda_target lambda_early"
