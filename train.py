@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
 from dataclasses import asdict, fields
 from functools import lru_cache
 from pathlib import Path
@@ -30,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import experiments.systems  # noqa: F401  the paper's other systems, for --boundaries
 import prepare
 from config.command_line import check, fail, parse, read_command_line
-from experiments.flops import executed_flops
+from experiments.measures import executed_flops, where_tokens_end
 from model import BOS, ModelConfig, inputs_and_targets, load_checkpoint, make_model
 from prepare import open_shards, read_rows
 from sample import as_terminal
@@ -150,24 +149,6 @@ def micro_batches(shards, first_row, K, h, rank, world, device):
 
 
 # ---- Evaluation.
-def where_tokens_end(x, a):
-    """Shares of tokens that end at a word's last letter, between words, at its first letter, or
-    within a character of several bytes; the rest lies inside words, which are letters and digits.
-
-    Of boundaries a (B, N) bool in bytes x (B, N) of UTF-8, but <bos>'s.
-    """
-    names, counts = ("ends_before", "ends_between", "ends_after", "ends_within"), Counter()
-    for row, ends in zip(x[:, 1:].tolist(), a[:, 1:].tolist()):
-        text, places = bytes(row).decode(errors="surrogateescape"), []
-        word = [False, *(c.isalnum() for c in text), True]
-        for c, before, here, after in zip(text, word, word[1:], word[2:]):
-            place = ("ends_between" if not here else "ends_after" if not before else
-                     "inside" if after else "ends_before")
-            places += ["ends_within"] * (len(c.encode(errors="surrogateescape")) - 1) + [place]
-        counts.update(place for place, end in zip(places, ends) if end)
-    return {name: torch.tensor(counts[name] / max(counts.total(), 1)) for name in names}
-
-
 @torch.no_grad()
 def evaluate(model, shards, eval_rows, batch_size, autocast):
     """The numbers of validation rows, and the first row's [(byte, a, p)] to look at.

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
 from config.command_line import check, read_command_line
 from experiments.compare import ROOT
-from experiments.flops import executed_flops
+from experiments.measures import executed_flops
 from model import ModelConfig, inputs_and_targets, make_model
 
 ROUNDS = 20

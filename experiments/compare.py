@@ -31,7 +31,7 @@ RESULTS = ROOT / "experiments/results"
 sys.path.insert(0, str(ROOT))
 import train
 from config.command_line import check, read_command_line
-from experiments.flops import executed_flops, paper_flops_per_byte
+from experiments.measures import executed_flops, paper_flops_per_byte
 from model import ModelConfig, inputs_and_targets, load_checkpoint, make_model
 from prepare import open_shards, printable, read_rows
 

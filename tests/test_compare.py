@@ -12,8 +12,8 @@ import prepare
 import train
 from config.command_line import read_command_line
 from conftest import TINY
-from experiments import compare, distance, search
-from experiments.flops import executed_flops, paper_flops_per_byte
+from experiments import compare, search
+from experiments.measures import executed_flops, paper_flops_per_byte
 from model import BOS, ModelConfig, load_checkpoint, make_model
 from train import DEFAULTS, model_config_of
 
@@ -182,18 +182,3 @@ def test_a_search_of_nothing_possible_is_refused_in_one_line(data, flag, message
         search.main(["--name=x", "--systems=none", "--flops=1e9", *TINY, f"--data={data}", flag])
     error = capsys.readouterr().err
     assert end.value.code == 2 and message in error and error.count("\n") == 1
-
-
-def test_the_distance_to_plain_bytes_is_that_of_the_same_shape_budget_and_seed():
-    def record(system, bpb, budget=1.0, size=16, seed=1):
-        return {"budget": budget, "shape": f"embedding_dim={size},num_heads=2", "seed": seed,
-                "system": system, "bpb": bpb}
-
-    rows = [("none", 2.0), ("hnet", 1.5), ("none", 3.0, 1.0, 8), ("hnet", 3.25, 1.0, 8),
-            ("none", 7.0, 2.0), ("gumbel", 6.0, 2.0), ("hnet", 9.0, 1, 4), ("none", 9.0, 1, 16, 2)]
-    records = [record(*row) for row in rows]
-    size = distance.flag("embedding_dim", 128)
-    assert distance.distances(records, size) == {
-        (1.0, "hnet"): [(8, -0.25), (16, 0.5)], (2.0, "gumbel"): [(16, 1.0)]}
-    assert distance.best(records, size) == [(16, 0.5), (16, 1.0)]
-    assert distance.flag("n_mid_layers", 4)(records[0]) == 4

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import train
 from config.command_line import read_command_line
 from conftest import ROOT, TINY, run
+from experiments.measures import where_tokens_end
 from model import BOS, Model, ModelConfig, load_checkpoint
 from prepare import open_shards
 from test_model import small_model, some_bytes, uniforms_for
@@ -272,7 +273,7 @@ def test_where_tokens_end_is_counted_against_words():
     a = torch.tensor([[i in ends for i in range(x.size(1))]])
     expected = {"ends_before": 2 / 9, "ends_between": 1 / 9, "ends_after": 2 / 9,
                 "ends_within": 4 / 9}
-    assert train.where_tokens_end(x, a) == pytest.approx(expected)
+    assert where_tokens_end(x, a) == pytest.approx(expected)
 
 
 # ---- Stopping, going on, and what is refused.

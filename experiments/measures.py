@@ -1,5 +1,8 @@
-"""What training costs, in FLOPs of matrix products: as executed, and as the paper counts."""
+"""What a run is measured by beside its bits: FLOPs of matrix products, and where tokens end."""
 import math
+from collections import Counter
+
+import torch
 
 from model import TOKEN_MULTIPLE
 
@@ -41,3 +44,21 @@ def paper_flops_per_byte(model, rate, draws):
     middle, after = matrices(model.middle), matrices(model.up) + matrices(model.head)
     before = matrices(model) - middle - after - matrices(model.embedding)
     return 6 * before + (6 + 2 * (draws - 1)) * (middle * rate + after)
+
+
+def where_tokens_end(x, a):
+    """Shares of tokens that end at a word's last letter, between words, at its first letter, or
+    within a character of several bytes; the rest lies inside words, which are letters and digits.
+
+    Of boundaries a (B, N) bool in bytes x (B, N) of UTF-8, but <bos>'s.
+    """
+    names, counts = ("ends_before", "ends_between", "ends_after", "ends_within"), Counter()
+    for row, ends in zip(x[:, 1:].tolist(), a[:, 1:].tolist()):
+        text, places = bytes(row).decode(errors="surrogateescape"), []
+        word = [False, *(c.isalnum() for c in text), True]
+        for c, before, here, after in zip(text, word, word[1:], word[2:]):
+            place = ("ends_between" if not here else "ends_after" if not before else
+                     "inside" if after else "ends_before")
+            places += ["ends_within"] * (len(c.encode(errors="surrogateescape")) - 1) + [place]
+        counts.update(place for place, end in zip(places, ends) if end)
+    return {name: torch.tensor(counts[name] / max(counts.total(), 1)) for name in names}
