@@ -310,12 +310,13 @@ def open_data(h, rank, device):
 
 
 def compile_blocks(model, **options):
-    """Compiles the layers in place, one of each kind, whose code all others run; and the heads."""
+    """Compiles, in place, one layer of each kind, whose code all others run, heads and policy."""
     for block in (*model.down, *model.up):
         block.compile(**options)
     for block in model.middle:  # the number of tokens varies
         block.compile(dynamic=True, **options)
-    model.log_likelihood = torch.compile(model.log_likelihood, **options)
+    for name in "log_likelihood", "policy_terms":
+        setattr(model, name, torch.compile(getattr(model, name), **options))
 
 
 def make_optimizer(model, h):
