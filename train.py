@@ -98,7 +98,7 @@ def discounted_return(R, gamma):
     """G_i = sum_k gamma^k R_{i+k}, eq. 16, in log2(N) doublings; R and G (..., N)."""
     G, reach = R, 1
     while reach < R.size(-1):
-        G = G + gamma**reach * F.pad(G[..., reach:], (0, reach))
+        G = torch.add(G, F.pad(G[..., reach:], (0, reach)), alpha=gamma**reach)
         reach *= 2
     return G
 
@@ -315,7 +315,10 @@ def compile_blocks(model, **options):
         block.compile(**options)
     for block in model.middle:  # the number of tokens varies
         block.compile(dynamic=True, **options)
-    for name in "log_likelihood", "policy_terms":
+    names = ["log_likelihood", "policy_terms"]
+    if model.policy.weight.is_cuda:  # on a CPU they cost less than to compile them
+        names += ["boundaries", "boundary_logits"]
+    for name in names:
         setattr(model, name, torch.compile(getattr(model, name), **options))
 
 
@@ -406,10 +409,11 @@ def main(argv):
             if h.boundaries != "learned":
                 L = L + model.boundary_loss(l, a)  # experiments/systems.py
             scaler.scale(L / len(batches)).backward()  # eq. 27
-            entropy = F.binary_cross_entropy_with_logits(l[..., 1:], a[..., 1:].float())
-            flops_per_byte = executed_flops(model, a) / x.numel()
-            terms += torch.stack((L_auto, L_early, L_pi, L_tgt, a.float().mean(), entropy,
-                                  flops_per_byte)).detach()
+            if step % h.log_interval == 0:
+                entropy = F.binary_cross_entropy_with_logits(l[..., 1:], a[..., 1:].float())
+                flops_per_byte = executed_flops(model, a) / x.numel()
+                terms += torch.stack((L_auto, L_early, L_pi, L_tgt, a.float().mean(), entropy,
+                                      flops_per_byte)).detach()
         scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), h.grad_clip).item()
         if not math.isfinite(grad_norm) and scaler.get_scale() <= 1:  # float16 skips such a step
