@@ -57,7 +57,7 @@ policy_softcap = 5.0  # eq. 23: the decision's logit stays within +- this in tra
 # loss
 num_draws = 2  # K draws of a row, each judged by the others; 1: the paper's estimator, eq. 15-17
 redrawn = 1 / 2  # share of rows that have draws beyond the first, and so teach the policy
-gamma = 0.9  # discount of later rewards, eq. 16: the larger, the noisier
+gamma = 0.97  # discount of later rewards, eq. 16: the larger, the noisier
 lambda_pi = 1e-2  # weight of the policy's loss, eq. 27
 lambda_target = 1e-2  # weight of L_tgt, which keeps the rate
 lambda_early = 1e-1  # weight of the early head's loss; only num_draws=1 has such a head
