@@ -202,19 +202,20 @@ def test_select_and_upsample_agree_with_loops(rate):
             assert torch.equal(back[b, i], X[b, max(t for t in tokens if t <= i)])
 
 
-def test_the_middle_sees_a_rows_own_tokens_at_their_bytes_positions(monkeypatch):
+def test_the_middle_sees_a_rows_own_tokens_at_their_bytes_positions():
     """Each row alone, without padding, its rotary angles from the bytes' numbers."""
     model, (x, _) = small_model(), some_bytes(2, 40)
     a = torch.rand(2, 40, generator=torch.Generator().manual_seed(3)) < torch.tensor([[0.2], [0.6]])
     a[:, 0] = True
     X, Z = model.encode(x), model.predict(model.encode(x), a)
-    monkeypatch.setattr(m, "TOKEN_MULTIPLE", 1)
     for b in range(2):
         at = a[b].nonzero()[:, 0]
-        tokens, (cos, sin) = X[b, at][None], m.rope(40, 16)[:, at]
+        start, (cos, sin) = X[b, at][None], m.rope(40, 16)[:, at]
+        tokens = start
         for block in model.middle:
             tokens = block(tokens, cos, sin)
-        Y = torch.stack([X[b, i] + tokens[0, sum(at <= i) - 1] for i in range(40)])
+        added = model.middle_norm(tokens - start)[0]
+        Y = torch.stack([X[b, i] + added[sum(at <= i) - 1] for i in range(40)])
         torch.testing.assert_close(Z[b], model.decode(Y[None])[0], atol=1e-4, rtol=1e-4)
 
 
