@@ -48,8 +48,7 @@ class ModelConfig:
     boundaries: str = "learned"  # a key of SYSTEMS, or a checkpoint whose boundaries are taken
 
 
-# ---- The transformer block of Gemma 2: RMSNorm before and after attention and MLP, RoPE, GeGLU,
-# soft-caps, no biases.
+# ---- The transformer block of Gemma 2: RMSNorms, RoPE, GeGLU, soft-caps, no biases.
 def softcap(z, c):
     return c * torch.tanh(z / c)
 
@@ -62,8 +61,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x):
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
+        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
         return (y * (1 + self.weight)).type_as(x)
 
 
@@ -172,9 +170,9 @@ def draw(p, u):
             a[i] = u[i] < p[i, h]
             h = (2 * h + a[i]) % 2**w
 
-    Given u, each position maps the history before it to the one after it: a table. Neighbouring
-    tables compose, in any grouping, hence exactly. A tree of pairs makes those of 2, 4, 8 ...
-    positions; down the tree comes the history that enters each position: 2 log2(N) small steps.
+    Given u, each position maps the history before it to the one after it: a table. Neighbours'
+    tables compose, exactly. A tree of pairs makes those of 2, 4, 8 ... positions; down the tree
+    comes the history that enters each position: 2 log2(N) small steps.
     """
     N, H = p.shape[-2:]
     decision = u[..., None] < p  # (..., N, H)
@@ -316,10 +314,9 @@ class Model(nn.Module):
         return self.capped(l)
 
     def transform(self, tokens, positions):
-        """X' (B, M, D) at bytes (B, M) -> norm(Y' - X'), what the middle adds; eq. 4.
+        """X' (B, M, D) at bytes (B, M) -> norm(Y' - X'); eq. 4, and what eq. 9 leaves open.
 
-        Eq. 9 leaves open whether Y gets Y', and whether the middle ends in a norm. X' is of another
-        byte than X_i; without it, and with a norm, bits are lower (experiments/README.md).
+        X' is of another byte than the X_i that it would be added to.
         """
         return self.middle_norm(self.run(self.middle, tokens, positions) - tokens)
 
@@ -340,8 +337,8 @@ class Model(nn.Module):
 
         x_0 = <bos>. logp is log p(y | x, a) in nats; early_logp is that of the early exit, or 0
         without one. a is bool. Nothing at i depends on later bytes or decisions, but log p on y_i.
-        The first draw teaches all layers. The others only tell the policy how good they were. Rows
-        that are not drawn again have the first draw K times, which tells it nothing.
+        The first draw teaches all layers. The others only tell the policy how good they were. The
+        rows that are not drawn again have the first draw K times, and an advantage of 0.
         """
         X, B = self.encode(x), math.ceil(self.config.redrawn * len(x))
         z = self.policy_terms(X)
