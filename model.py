@@ -252,7 +252,6 @@ class Model(nn.Module):
         self.early_norm = RMSNorm(D)  # of the policy and the early head
         self.policy = nn.Linear(D, 1 + config.policy_window, bias=False)  # W_0 .. W_w, eq. 21
         self.middle = nn.ModuleList(Block(D, H, 4 * D) for _ in range(config.n_mid_layers))
-        self.middle_norm = RMSNorm(D)
         self.up = nn.ModuleList(Block(D, H, D, W) for _ in range(config.n_up_layers))
         self.norm = RMSNorm(D)
         self.head = nn.Linear(D, VOCAB_SIZE, bias=False)
@@ -313,13 +312,6 @@ class Model(nn.Module):
             l = l + F.pad(a, (j, 0))[..., :N] * z[..., j]  # a_{i-j} W_j X_i
         return self.capped(l)
 
-    def transform(self, tokens, positions):
-        """X' (B, M, D) at bytes (B, M) -> norm(Y' - X'); eq. 4, and what eq. 9 leaves open.
-
-        X' is of another byte than the X_i that it would be added to.
-        """
-        return self.middle_norm(self.run(self.middle, tokens, positions) - tokens)
-
     def decode(self, Y):
         """Y (B, N, D) -> what the output head reads, (B, N, D); eq. 6."""
         return self.run(self.up, Y, torch.arange(Y.size(1), device=Y.device))
@@ -327,8 +319,10 @@ class Model(nn.Module):
     def predict(self, X, a):
         """X (B, N, D) and boundaries a (B, N) bool -> what the head reads, (B, N, D); eq. 3-9."""
         positions, token = token_positions(a)
-        tokens = self.transform(select(X, positions), positions)  # (B, M, D); eq. 3, 7-8
-        return self.decode(X + select(tokens, token))  # Y (B, N, D); eq. 5, 9
+        tokens = select(X, positions)  # X' (B, M, D); eq. 3, 7-8
+        tokens = self.run(self.middle, tokens, positions)  # Y' (B, M, D); eq. 4
+        Y = X + select(tokens, token)  # (B, N, D); eq. 5, 9 as written: Y', not Y' - X'
+        return self.decode(Y)
 
     log_likelihood = staticmethod(log_likelihood)  # train.py compiles it
 

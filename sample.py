@@ -90,7 +90,7 @@ def generate(model, x, max_new_bytes, temperature=1.0, top_k=None):
         a = model.boundaries(z, torch.rand(1, B, T).to(x.device))
         p, a = model.boundary_logits(z, a)[0].sigmoid(), a[0]
         positions, token = token_positions(a)
-        tokens = model.transform(select(X, positions), positions)
+        tokens = model.run(model.middle, select(X, positions), positions)
         Z = model.decode(X + select(tokens, token))
         nats = -log_likelihood(Z[:, :-1], x[:, 1:], model.norm, model.head)
         for i in range(1, T):
@@ -116,7 +116,7 @@ def generate(model, x, max_new_bytes, temperature=1.0, top_k=None):
             if len(rows) > 0:
                 for cache in token_caches:
                     cache.rows, cache.held = rows, count[rows]
-                current[rows] = model.transform(X[rows], position)
+                current[rows] = model.run(model.middle, X[rows], position)
                 count[rows] += 1
             Z = model.run(model.up, X + current, position)[:, 0]
             logits = next_byte_logits(Z, model.norm, model.head)

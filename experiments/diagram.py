@@ -32,7 +32,7 @@ text, .end { fill: var(--ink) } .faint, .bar { fill: var(--faint) } .reward { fi
 """
 LABELS = ((30, "bytes", "x"), (66, "encoder", "X, eq. 1"), (104, "policy", "p, a, eq. 2, 19-23"),
           (139, "second draw", "forward only"), (180, "select", "X', eq. 3, 7-8"),
-          (222, "middle", "large; Y', eq. 4"), (266, "upsample", "Y = X + norm(Y' - X'), eq. 5, 9"),
+          (222, "middle", "large; Y', eq. 4"), (266, "upsample", "Y = X + Y', eq. 5, 9"),
           (308, "decoder", "eq. 6"), (350, "next byte", "R = log p, eq. 15"))
 
 

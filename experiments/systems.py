@@ -203,7 +203,7 @@ class Gumbel(System):
         positions, token = token_positions(hard)
         tokens = mean_pool(X, a.float(), positions.size(1))  # (B, M, D)
         null = self.null.to(X.dtype).expand(len(x), 1, -1)
-        tokens = self.transform(torch.cat((null, tokens[:, 1:]), 1), positions)
+        tokens = self.run(self.middle, torch.cat((null, tokens[:, 1:]), 1), positions)
         return self.decode(X + select(tokens, token)), l, a
 
     def boundary_loss(self, l, a):
@@ -242,7 +242,6 @@ class HNet(System):
         a = p >= 0.5
         positions, token = token_positions(a)
         tokens = self.run(self.middle, select(X, positions), positions)  # (B, M, D)
-        tokens = self.middle_norm(tokens)
         tokens = smooth(tokens.float(), p.gather(1, positions))
         confidence = torch.where(a, p, 1 - p)
         confidence = confidence + (1 - confidence).detach()  # straight-through: 1
