@@ -172,12 +172,6 @@ def test_p_starts_at_the_target():
     torch.testing.assert_close(l.sigmoid(), torch.full((1, 2, 20), 0.3))
 
 
-def test_the_early_head_starts_as_the_output_head():
-    model = Model(ModelConfig(embedding_dim=32, num_heads=2))
-    assert torch.equal(model.early_head.weight, model.head.weight)
-    assert model.early_head.weight is not model.head.weight
-
-
 @pytest.mark.parametrize("output", [1, 2])
 def test_the_policy_and_the_early_head_teach_the_encoder(output):
     model = small_model()
