@@ -312,14 +312,14 @@ def open_data(h, rank, device):
 def compile_blocks(model, **options):
     """Compiles, in place, one layer of each kind, whose code all others run, heads and policy."""
     for block in (*model.down, *model.up):
-        block.compile(**options)
+        block.compile(dynamic=False, **options)
     for block in model.middle:  # the number of tokens varies
         block.compile(dynamic=True, **options)
     names = ["log_likelihood", "policy_terms"]
     if model.policy.weight.is_cuda:  # on a CPU they cost less than to compile them
         names += ["boundaries", "boundary_logits"]
     for name in names:
-        setattr(model, name, torch.compile(getattr(model, name), **options))
+        setattr(model, name, torch.compile(getattr(model, name), dynamic=False, **options))
 
 
 def make_optimizer(model, h):
