@@ -58,7 +58,7 @@ def test_a_misspelt_name_in_a_configuration_file_is_noticed_however_it_is_assign
     ("a.py", "gamma: 0.5\n", "a.py' is no .py file that assigns hyperparameters"),
     ("a.py", "import math\n_gamma = 0.5\n", "a.py' is no .py file that assigns hyperparameters"),
     ("a.py", "gamma = 1 / 0", "a.py': division by zero"),
-    ("a.py", "gamma = [0.5]", "gamma=[0.5] is no float; the default is 0.99"),
+    ("a.py", "gamma = [0.5]", "gamma=[0.5] is no float; the default is 0.97"),
     ("a.py", "data = 5", "data=5 is no str"),
     ("a.py", "quit()", "cannot read the configuration file"),
 ])

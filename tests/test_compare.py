@@ -151,7 +151,7 @@ def test_a_comparison_goes_on_past_a_failed_run_and_repeats_no_finished_one(
     assert saved["config"]["policy_window"] == 2
     with pytest.raises(SystemExit):
         compare.main([*flags, "--systems=uniform-w2", "--gamma=0.5"])
-    assert "made with gamma=0.99, not 0.5; give another --name" in capfd.readouterr().err
+    assert "made with gamma=0.97, not 0.5; give another --name" in capfd.readouterr().err
 
 
 def test_a_search_gives_every_system_and_shape_the_same_flops(data, tmp_path, monkeypatch):
