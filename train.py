@@ -406,7 +406,7 @@ def main(argv):
             L_tgt = learned * target_loss(l, h.downsample_rate_target)
             L_auto, L_early = -logp[0].mean(), -early_logp.mean()  # eq. 25-26
             L = L_auto + h.lambda_pi * L_pi + h.lambda_target * L_tgt + h.lambda_early * L_early
-            if h.boundaries != "learned":
+            if not learned:
                 L = L + model.boundary_loss(l, a)  # experiments/systems.py
             scaler.scale(L / len(batches)).backward()  # eq. 27
             if step % h.log_interval == 0:

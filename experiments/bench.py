@@ -62,13 +62,13 @@ def new_model(h):
     return make_model(ModelConfig(**train.model_config_of(h))).to(h["device"]).train()
 
 
-def loss(logp, early_logp, l, a, h, learned):
+def loss(logp, early_logp, l, a, h):
     """Eq. 15-18 and 24-27, as in train.py's loop."""
     A = train.advantage(train.discounted_return((logp - early_logp).detach(), h["gamma"]))
     L_pi = train.policy_loss(l, a, A)
     L_tgt = train.target_loss(l, h["downsample_rate_target"])
     L = -logp[0].mean() - h["lambda_early"] * early_logp.mean()
-    return L + learned * (h["lambda_pi"] * L_pi + h["lambda_target"] * L_tgt)
+    return L + (h["boundaries"] == "learned") * (h["lambda_pi"] * L_pi + h["lambda_target"] * L_tgt)
 
 
 def training_step(h, timed=lambda name, function: function):
@@ -94,7 +94,7 @@ def training_step(h, timed=lambda name, function: function):
         u = torch.rand(h["num_draws"] if learned else 1, *x.shape, device=x.device)
         with autocast:
             outputs = model(x, y, u)
-        L = timed("losses", loss)(*outputs, h, learned)
+        L = timed("losses", loss)(*outputs, h)
         timed("backward", L.backward)()
         timed("clipping and AdamW", update)()
 

@@ -7,9 +7,14 @@ import torch
 from model import TOKEN_MULTIPLE
 
 
-def matrices(module):
-    """Parameters of the matrices that are trained; the embedding is looked up."""
-    return sum(p.numel() for p in module.parameters() if p.dim() == 2 and p.requires_grad)
+def matrices(model):
+    """Parameters of trained matrices before, in and after the middle; the embedding is looked up."""
+    def count(*modules):
+        parameters = (p for module in modules for p in module.parameters())
+        return sum(p.numel() for p in parameters if p.dim() == 2 and p.requires_grad)
+
+    middle, after = count(model.middle), count(model.up, model.head)
+    return count(model) - middle - after - count(model.embedding), middle, after
 
 
 def executed_flops(model, a):
@@ -22,8 +27,7 @@ def executed_flops(model, a):
     D, W, again = c.embedding_dim, min(c.attention_window, N), math.ceil(c.redrawn * B)
     C = max(W // 2, 8)  # window_attention's chunks, each with the keys of those it reaches into
     window = math.ceil(N / C) * C * (1 + math.ceil((W - 1) / C)) * C * D * 2  # two products
-    middle, after = matrices(model.middle), matrices(model.up) + matrices(model.head)
-    before = matrices(model) - middle - after - matrices(model.embedding)
+    before, middle, after = matrices(model)
 
     def predict(tokens):
         M = (tokens.amax(-1) / TOKEN_MULTIPLE).ceil() * TOKEN_MULTIPLE
@@ -41,8 +45,7 @@ def paper_flops_per_byte(model, rate, draws):
     6 per matrix parameter, per byte or, in the middle, per token; attention's products and padding
     do not count. Further draws: 2 per parameter from the middle on, which the paper does not have.
     """
-    middle, after = matrices(model.middle), matrices(model.up) + matrices(model.head)
-    before = matrices(model) - middle - after - matrices(model.embedding)
+    before, middle, after = matrices(model)
     return 6 * before + (6 + 2 * (draws - 1)) * (middle * rate + after)
 
 
