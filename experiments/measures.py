@@ -8,7 +8,7 @@ from model import TOKEN_MULTIPLE
 
 
 def matrices(model):
-    """Parameters of trained matrices before, in and after the middle; the embedding is looked up."""
+    """Parameters of trained matrices before, in and after the middle, without the embedding."""
     def count(*modules):
         parameters = (p for module in modules for p in module.parameters())
         return sum(p.numel() for p in parameters if p.dim() == 2 and p.requires_grad)

@@ -1,5 +1,4 @@
 import json
-import re
 import shutil
 import statistics
 
@@ -8,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-import prepare
 import train
 from config.command_line import read_command_line
 from conftest import TINY
