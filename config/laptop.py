@@ -1,6 +1,5 @@
-# A larger model: 5.7M parameters, 40 MB, half an hour to three quarters on two cores. In this shape
-# learned tokens are ahead of whitespace's and of plain bytes, and by little of H-Net's. Plain bytes
-# in the quick run's shape are ahead of them all (experiments/results/large/README.md).
+# A larger model: 5.7M parameters, 40 MB, half an hour to three quarters on two cores. The policy's
+# rate is the quick run's and was not tried at this size.
 #   python train.py config/laptop.py --data=data/mine --out_dir=out-laptop
 seq_len = 1024
 embedding_dim = 256
