@@ -6,12 +6,12 @@ The parts come first, top to bottom as the data flows; Model.forward puts them t
 `# eq. n` is the paper's equation n. The names are the paper's too:
 
     x  bytes, x_0 = <bos>                      (B, N)      X   byte representations       (B, N, D)
-    a  a_i = 1: a token ends at byte i         (K, B, N)   X'  those at the boundaries    (B, M, D)
-    l  logit of that decision, p = sigmoid(l)  (K, B, N)   Y'  after the middle           (B, M, D)
+    a  a_i = 1: a token ends at byte i         (K, B, N)   X'  those at the boundaries       (T, D)
+    l  logit of that decision, p = sigmoid(l)  (K, B, N)   Y'  after the middle              (T, D)
     y  the byte to predict, y_i = x_{i+1}      (B, N)      Y   handed back to the bytes   (B, N, D)
 
-K draws of the boundaries of each row, B rows, N bytes in a row, D = embedding_dim,
-M tokens in the row that has the most.
+K draws of the boundaries of each row, B rows, N bytes in a row, D = embedding_dim, T tokens in
+all rows of a pass, M in the row that has the most.
 """
 import copy
 import math
@@ -65,10 +65,10 @@ class RMSNorm(nn.Module):
         return (y * (1 + self.weight)).type_as(x)
 
 
-def rope(N, head_dim, device=None):
-    """cos and sin of the rotary angles at positions 0 .. N - 1: (2, N, 1, head_dim / 2)."""
-    frequency = ROPE_BASE ** (-torch.arange(0, head_dim, 2, device=device).float() / head_dim)
-    angle = torch.arange(N, device=device)[:, None, None] * frequency
+def rope(positions, head_dim):
+    """cos and sin of the rotary angles at positions (...): (2, ..., 1, head_dim / 2)."""
+    pair = torch.arange(0, head_dim, 2, device=positions.device)
+    angle = positions[..., None, None] * ROPE_BASE ** (-pair.float() / head_dim)
     return torch.stack((angle.cos(), angle.sin()))
 
 
@@ -113,7 +113,7 @@ def window_attention(q, k, v, window):
 
 
 class Attention(nn.Module):
-    """Causal attention of x (B, N, D) over `window` positions or all; cos and sin from `rope`."""
+    """Causal attention, to `window` positions or all, of x (B, N, D) or tokens (T, D) at places."""
 
     def __init__(self, dim, num_heads, window=None):
         super().__init__()
@@ -126,11 +126,14 @@ class Attention(nn.Module):
             return causal_attention(q, k, v)
         return window_attention(q, k, v, self.window)
 
-    def forward(self, x, cos, sin):
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)  # (B, N, H, h)
+    def forward(self, x, cos, sin, places=None):
+        x = self.qkv(x)
+        x = x if places is None else in_rows(x, places, cos.shape[:2])  # (B, M, 3D)
+        q, k, v = x.unflatten(-1, (3, self.num_heads, -1)).unbind(-3)  # (B, N, H, h)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (B, H, N, h)
-        return self.out(y.transpose(1, 2).flatten(-2))
+        y = y.transpose(1, 2).flatten(-2)
+        return self.out(y if places is None else F.embedding(places, y.flatten(0, 1)))  # (T, D)
 
 
 class GeGLU(nn.Module):
@@ -147,15 +150,15 @@ class GeGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """x (B, N, D) -> (B, N, D): attention, then MLP, each between two norms and added to x."""
+    """x -> x: attention, then MLP, each between two norms and added to x."""
 
     def __init__(self, dim, num_heads, hidden_dim, window=None):
         super().__init__()
         self.attention, self.mlp = Attention(dim, num_heads, window), GeGLU(dim, hidden_dim)
         self.norm1, self.norm2, self.norm3, self.norm4 = (RMSNorm(dim) for _ in range(4))
 
-    def forward(self, x, cos, sin):
-        x = x + self.norm2(self.attention(self.norm1(x), cos, sin))
+    def forward(self, x, cos, sin, places=None):
+        x = x + self.norm2(self.attention(self.norm1(x), cos, sin, places))
         return x + self.norm4(self.mlp(self.norm3(x)))
 
 
@@ -164,11 +167,7 @@ def draw(p, u):
     """Draws boundaries a (..., N) bool of uniforms u (..., N) in parallel, exactly; eq. 19-21.
 
     p (..., N, 2^w) holds p_i for each history h of decisions; bit j-1 of h is a_{i-j}. Same as
-
-        h = 0
-        for i in range(N):
-            a[i] = u[i] < p[i, h]
-            h = (2 * h + a[i]) % 2**w
+    `for i in range(N): a[i] = u[i] < p[i, h]; h = (2 * h + a[i]) % 2**w`, from h = 0.
 
     Given u, each position maps the history before it to the one after it: a table. Neighbours'
     tables compose, exactly. A tree of pairs makes those of 2, 4, 8 ... positions; down the tree
@@ -189,23 +188,28 @@ def draw(p, u):
     return decision.gather(-1, history[..., :N, None])[..., 0]
 
 
-def token_positions(a):
-    """Byte of each token (B, M), and token that each byte reads from (B, N); a (B, N) bool.
+def token_layout(a):
+    """Of boundaries a (B, N) bool, a[:, 0] True, where the T tokens of all rows lie; all int64.
 
-    Both are int64. a[:, 0] must be True. Rows with fewer than M tokens are filled up with byte 0:
-    causal attention hides what comes after a row's own tokens.
+    byte (T,): where each ends, counted through all rows. token (B, N): the one that each byte
+    reads. positions (B, M): the tokens' bytes, row by row. places (T,): where each lies in the
+    B * M. Fillers, of byte 0, follow the tokens and each row's: causal attention hides them.
     """
-    token = a.long().cumsum(1) - 1  # (B, N): the last token at or before each byte
-    most = int(token[:, -1].max()) + 1  # waits for the GPU
-    M = math.ceil(most / TOKEN_MULTIPLE) * TOKEN_MULTIPLE
-    byte = torch.arange(a.size(1), device=a.device).expand_as(token)
-    positions = byte.new_zeros(a.size(0), M + 1)  # column M takes what is no boundary
-    return positions.scatter(1, torch.where(a, token, M), byte)[:, :M], token
+    byte = a.flatten().nonzero()[:, 0]  # waits for the GPU
+    token = a.flatten().cumsum(0).view_as(a) - 1  # the last at or before each byte
+    count = a.sum(1, keepdim=True)
+    M = math.ceil(int(count.max()) / TOKEN_MULTIPLE) * TOKEN_MULTIPLE
+    own = torch.arange(M, device=a.device) < count  # (B, M)
+    T = min(math.ceil(len(byte) / 64) * 64, own.numel())  # products of odd sizes are slow
+    places = torch.cat([z.flatten().nonzero()[:, 0] for z in (own, ~own)])[:T]
+    byte = F.pad(byte, (0, T - len(byte)))
+    return byte, token, in_rows(byte % a.size(1), places, own.shape), places
 
 
-def select(z, index):
-    """z (B, K, D) at index (B, L) -> (B, L, D)."""
-    return z.gather(1, index[..., None].expand(-1, -1, z.size(-1)))
+def in_rows(z, places, shape):
+    """Tokens z (T, ...) at their places in rows of zeros: (B, M, ...), of `shape` (B, M)."""
+    rows = z.new_zeros(shape[0] * shape[1], *z.shape[1:])
+    return rows.index_copy(0, places, z).unflatten(0, shape)
 
 
 # ---- The model.
@@ -245,8 +249,6 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         D, H, W = config.embedding_dim, config.num_heads, config.attention_window
-        # a table: torch.compile would compute every angle anew in each layer
-        self.register_buffer("rotation", rope(config.seq_len, D // H), persistent=False)
         self.embedding = nn.Embedding(VOCAB_SIZE, D)
         self.down = nn.ModuleList(Block(D, H, D, W) for _ in range(config.n_down_layers))
         self.early_norm = RMSNorm(D)  # of the policy and the early head
@@ -264,21 +266,15 @@ class Model(nn.Module):
             self.early_head = copy.deepcopy(self.head)  # W_early, eq. 14
         nn.init.zeros_(self.policy.weight)  # p starts at the target everywhere, but for eq. 23
 
-    def run(self, blocks, x, positions):
-        """x (B, N, D) through the blocks; positions (N,) or (B, N) in bytes."""
-        cos, sin = self.rotation[:, positions]
+    def run(self, blocks, x, positions, places=None):
+        """x (B, N, D) or tokens (T, D) through the blocks; positions (N,) or (B, N) in bytes."""
+        cos, sin = rope(positions, self.config.embedding_dim // self.config.num_heads)
         for block in blocks:
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, places)
         return x
-
-    def reserve(self, N):
-        """Makes the rotary angles reach to position N - 1; training rows never need it."""
-        if N > self.rotation.size(1):
-            self.rotation = rope(2 * N, 2 * self.rotation.size(-1), self.rotation.device)
 
     def encode(self, x):
         """Bytes x (B, N) -> X (B, N, D); eq. 1."""
-        self.reserve(x.size(1))
         return self.run(self.down, self.embedding(x), torch.arange(x.size(1), device=x.device))
 
     def policy_terms(self, X):
@@ -316,13 +312,16 @@ class Model(nn.Module):
         """Y (B, N, D) -> what the output head reads, (B, N, D); eq. 6."""
         return self.run(self.up, Y, torch.arange(Y.size(1), device=Y.device))
 
+    def tokens_read(self, X, a):
+        """X (B, N, D), boundaries a (B, N) bool -> the token that each byte reads; eq. 3-5, 7-8."""
+        byte, token, positions, places = token_layout(a)
+        tokens = F.embedding(byte, X.flatten(0, 1))  # X' (T, D)
+        tokens = self.run(self.middle, tokens, positions, places)  # Y' (T, D)
+        return F.embedding(token, tokens)
+
     def predict(self, X, a):
-        """X (B, N, D) and boundaries a (B, N) bool -> what the head reads, (B, N, D); eq. 3-9."""
-        positions, token = token_positions(a)
-        tokens = select(X, positions)  # X' (B, M, D); eq. 3, 7-8
-        tokens = self.run(self.middle, tokens, positions)  # Y' (B, M, D); eq. 4
-        Y = X + select(tokens, token)  # (B, N, D); eq. 5, 9 as written: Y', not Y' - X'
-        return self.decode(Y)
+        """X (B, N, D), boundaries a (B, N) bool -> what the head reads, (B, N, D); eq. 3-9."""
+        return self.decode(X + self.tokens_read(X, a))  # eq. 9 as written: Y', not Y' - X'
 
     log_likelihood = staticmethod(log_likelihood)  # train.py compiles it
 
@@ -346,9 +345,8 @@ class Model(nn.Module):
                 Z = self.predict(X[:B], other[:B])
                 again = self.log_likelihood(Z, y[:B], self.norm, self.head)
                 logp.append(torch.cat((again, logp[0][B:])))
-            early_logp = torch.zeros_like(logp[0])
-        if self.config.early_exit:  # eq. 14
-            early_logp = self.log_likelihood(X, y, self.early_norm, self.early_head)
+        early_logp = (self.log_likelihood(X, y, self.early_norm, self.early_head)  # eq. 14
+                      if self.config.early_exit else torch.zeros_like(logp[0]))
         return torch.stack(logp), early_logp, l, a
 
 

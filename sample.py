@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 
 import experiments.systems  # noqa: F401  the systems that a checkpoint may hold
-from model import (BOS, load_checkpoint, log_likelihood, next_byte, next_byte_logits, select,
-                   softcapped_attention, token_positions)
+from model import (BOS, load_checkpoint, log_likelihood, next_byte, next_byte_logits,
+                   softcapped_attention)
 from prepare import printable
 
 MARK = "│"
@@ -89,21 +89,19 @@ def generate(model, x, max_new_bytes, temperature=1.0, top_k=None):
         z = model.policy_terms(X)
         a = model.boundaries(z, torch.rand(1, B, T).to(x.device))
         p, a = model.boundary_logits(z, a)[0].sigmoid(), a[0]
-        positions, token = token_positions(a)
-        tokens = model.run(model.middle, select(X, positions), positions)
-        Z = model.decode(X + select(tokens, token))
+        tokens = model.tokens_read(X, a)
+        Z = model.decode(X + tokens)
         nats = -log_likelihood(Z[:, :-1], x[:, 1:], model.norm, model.head)
         for i in range(1, T):
             yield x[:, i], a[:, i], p[:, i], nats[:, i - 1]
 
         # what a further byte needs: each row's number of tokens, the last one, the last w decisions
         logits, count = next_byte_logits(Z[:, -1], model.norm, model.head), a.sum(1)
-        current = select(tokens, count[:, None] - 1)  # (B, 1, D)
+        current = tokens[:, -1:].clone()  # (B, 1, D)
         history = F.pad(a, (w, 0))[:, T:].flip(1).float()  # (B, w): a_{i-1} first
         for i in range(T, T + max_new_bytes):
             byte = next_byte(logits, temperature, top_k)
             nats = F.cross_entropy(logits, byte, reduction="none")
-            model.reserve(i + 1)
             position = torch.tensor([i], device=x.device)
             for cache in byte_caches:
                 cache.rows, cache.held = torch.arange(B, device=x.device), position.expand(B)

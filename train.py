@@ -35,6 +35,7 @@ from prepare import open_shards, read_rows
 from sample import as_terminal
 
 # ---- Hyperparameters. The values are the quick run's; config/ holds the paper's. ----------------
+# A flag has the type of the value here: write 1.0, not 1.
 
 # files
 data = "data/stdlib"  # folder of shards made by prepare.py; this one is made on first use
@@ -56,7 +57,7 @@ policy_scale = 16.0  # S, eq. 22
 policy_softcap = 5.0  # eq. 23: the decision's logit stays within +- this in training
 # loss
 num_draws = 2  # K draws of a row, each judged by the others; 1: the paper's estimator, eq. 15-17
-redrawn = 1 / 2  # share of rows that have draws beyond the first, and so teach the policy
+redrawn = 1 / 2  # share of a pass's rows, rounded up, with further draws; only they have A != 0
 gamma = 0.97  # discount of later rewards, eq. 16: the larger, the noisier
 lambda_pi = 1e-2  # weight of the policy's loss, eq. 27
 lambda_target = 1e-2  # weight of L_tgt, which keeps the rate
@@ -237,10 +238,10 @@ def begin(argv, rank):
     checkpoint, saved, model = Path(chosen.get("out_dir", out_dir), "ckpt.pt"), None, None
     if rank == 0 and not prepare.lock(checkpoint.parent):  # until this process ends
         fail(f"another run is at work in {checkpoint.parent}; take another --out_dir")
-    if checkpoint.exists() and not chosen.get("resume"):
+    if checkpoint.exists() and not chosen.get("resume", resume):
         fail(f"{checkpoint} exists; go on from it with --resume=True, or take another --out_dir")
     try:
-        if chosen.get("resume"):
+        if chosen.get("resume", resume):
             model, saved = load_checkpoint(checkpoint)
             needed = {"optimizer", "scaler", "step", "rows_seen", "log_bytes", "config"}
             if needed - saved.keys() or saved["config"].keys() != DEFAULTS.keys():
@@ -255,7 +256,7 @@ def begin(argv, rank):
     except (OSError, ValueError) as error:
         fail(str(error))
     if changed := [key for key, v in asdict(config).items() if getattr(model.config, key) != v]:
-        fail(f"{checkpoint} holds a model with other {', '.join(changed)}")
+        fail(f"{checkpoint} holds a model with other {', '.join(changed)} (early_exit: num_draws)")
     if rank == 0:
         print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters; "
               "the first steps may take a minute, if they are compiled")
@@ -270,10 +271,9 @@ def device_and_dtype(device, dtype):
     if not found.get(device, True):
         fail(f"device={device!r}, but torch finds none on this machine")
     if dtype == "auto":
-        fast = {"cuda": lambda: torch.cuda.get_device_capability() >= (8, 0),
-                "cpu": lambda: torch.cpu.get_capabilities().get("avx512_bf16")}
-        slow = "float16" if device == "cuda" else "float32"  # float16 on a T4
-        dtype = "bfloat16" if device in fast and fast[device]() else slow
+        fast = (torch.cuda.get_device_capability() >= (8, 0) if device == "cuda" else
+                device == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16"))
+        dtype = "bfloat16" if fast else "float16" if device == "cuda" else "float32"  # T4: float16
     return device, dtype
 
 
@@ -300,9 +300,9 @@ def set_up_machine(h, world):
 
 def open_data(h, rank, device):
     """The shards of training and validation; makes the quick run's where they are missing."""
-    if rank == 0 and h.data == data and not Path(data, "meta.json").exists():
+    if rank == 0 and h.data == "data/stdlib" and not Path(data, "meta.json").exists():
         prepare.main([])
-    mean_over_processes(torch.zeros((), device=device))  # all wait for the data
+    mean_over_processes(torch.zeros((), device=device)).item()  # all wait for the data
     try:
         return [open_shards(h.data, split, h.seq_len) for split in ("train", "val")]
     except ValueError as error:
@@ -310,7 +310,7 @@ def open_data(h, rank, device):
 
 
 def compile_blocks(model, **options):
-    """Compiles, in place, one layer of each kind, whose code all others run, heads and policy."""
+    """Compiles, in place, layers, of which all of a kind share their code, heads and policy."""
     for block in (*model.down, *model.up):
         block.compile(dynamic=False, **options)
     for block in model.middle:  # the number of tokens varies
@@ -369,6 +369,8 @@ def main(argv):
     optimizer = make_optimizer(model.to(device).train(), h)
     step, rows_seen = restore(saved, optimizer, scaler, log_file, rank)
     first_step, logged_step, seconds = step, step, 0.0
+    learned = h.boundaries == "learned"
+    K = h.num_draws if learned else 1
     if h.compile and device.type != "mps":
         compile_blocks(model)
     net = model if world == 1 else DistributedDataParallel(
@@ -390,8 +392,6 @@ def main(argv):
             break
 
         step, started = step + 1, time.perf_counter()
-        learned = h.boundaries == "learned"
-        K = h.num_draws if learned else 1
         batches = micro_batches(train_shards, rows_seen, K, h, rank, world, device)
         rows_seen += h.effective_batch_size
         set_learning_rates(optimizer, rows_seen * h.seq_len, h)

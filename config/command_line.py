@@ -5,9 +5,8 @@ import sys
 from difflib import get_close_matches as nearest
 from fractions import Fraction
 
+from model import SYSTEMS
 from prepare import printable
-
-BOUNDARIES = "learned", "uniform", "random", "whitespace", "bpe", "gumbel", "hnet", "none"
 
 
 def fail(message):
@@ -65,9 +64,8 @@ def check(h):
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if not 0 <= rank < world or world > 1 and "MASTER_ADDR" not in os.environ:
         fail(f"RANK={rank} and WORLD_SIZE={world} are not torchrun's, which sets both; unset them")
-    for low, high, keys in (  # of policy_window, since the draw costs 2^policy_window a byte
-            (1, 2**20, "seq_len embedding_dim num_heads attention_window num_draws eval_rows"),
-            (1, 2**20, "effective_batch_size batch_size"), (0, 12, "policy_window"),
+    for low, high, keys in ((1, 2**20, "seq_len embedding_dim num_heads attention_window eval_rows "
+            "num_draws effective_batch_size batch_size"), (0, 12, "policy_window"),  # 2^w a byte
             (0, 1000, "n_down_layers n_mid_layers n_up_layers"), (0, 1, "gamma"),
             (1, 2**63, "training_bytes log_interval eval_interval"),
             (0, 2**63, "warmup_bytes policy_start_bytes seed weight_decay lambda_early"),
@@ -79,13 +77,14 @@ def check(h):
     if h.embedding_dim % (2 * h.num_heads):
         fail(f"embedding_dim={h.embedding_dim} is no multiple of 2 * num_heads={2 * h.num_heads}")
     if h.effective_batch_size % (h.batch_size * world):
-        fail(f"effective_batch_size={h.effective_batch_size} is no multiple of batch_size*{world}")
+        fail(f"effective_batch_size={h.effective_batch_size} is no multiple of {world} times "
+             f"batch_size={h.batch_size}; change one of the two")
     if not 0.5 / h.seq_len < h.downsample_rate_target < 1:  # a row has a token
         fail(f"downsample_rate_target={h.downsample_rate_target} is not within 0.5 / seq_len and 1")
     if h.boundaries == "learned" and h.num_draws == h.batch_size * world == 1:
         fail("num_draws=1 compares draws of several rows (eq. 17); take num_draws=2 or more rows")
-    if h.boundaries not in BOUNDARIES and not h.boundaries.endswith(".pt"):
-        fail(f"boundaries={h.boundaries!r} is none of {', '.join(BOUNDARIES)}, nor a path to a .pt")
+    if h.boundaries not in SYSTEMS and not h.boundaries.endswith(".pt"):
+        fail(f"boundaries={h.boundaries!r} is none of {', '.join(SYSTEMS)}, which is a path's end")
     for key, allowed in ("device", "auto cpu cuda mps"), ("dtype", "auto float32 bfloat16 float16"):
         if getattr(h, key) not in allowed.split():
             fail(f"{key}={getattr(h, key)!r} is none of {allowed}")

@@ -21,7 +21,7 @@ def executed_flops(model, a):
     """Of a training pass with boundaries a (K, B, N): a tensor; within 1% of FlopCounterMode.
 
     The first draw goes forward and backward, which costs twice as much again. The others go
-    forward, from the middle on. Rows are filled up to the tokens of the draw's longest.
+    forward, from the middle on. Fillers count as model.token_layout adds them.
     """
     (K, B, N), c, tokens = a.shape, model.config, (a > 0.5).sum(-1)
     D, W, again = c.embedding_dim, min(c.attention_window, N), math.ceil(c.redrawn * B)
@@ -29,24 +29,24 @@ def executed_flops(model, a):
     window = math.ceil(N / C) * C * (1 + math.ceil((W - 1) / C)) * C * D * 2  # two products
     before, middle, after = matrices(model)
 
-    def predict(tokens):
-        M = (tokens.amax(-1) / TOKEN_MULTIPLE).ceil() * TOKEN_MULTIPLE
-        products = c.n_mid_layers * 2 * M**2 * D
-        return middle * M + products + after * N + window * c.n_up_layers
+    def predict(tokens):  # (..., B)
+        B, M = tokens.size(-1), (tokens.amax(-1) / TOKEN_MULTIPLE).ceil() * TOKEN_MULTIPLE
+        T = torch.minimum((tokens.sum(-1) / 64).ceil() * 64, B * M)
+        attention = c.n_mid_layers * 2 * M**2 * D + window * c.n_up_layers
+        return middle * T + B * (attention + after * N)
 
-    encode = before * N + window * c.n_down_layers
-    once = 3 * B * (encode + predict(tokens[0]))
-    return 2 * (once + again * predict(tokens[1:, :again]).sum())
+    encode = B * (before * N + window * c.n_down_layers)
+    return 2 * (3 * (encode + predict(tokens[0])) + predict(tokens[1:, :again]).sum())
 
 
 def paper_flops_per_byte(model, rate, draws):
     """The paper's count for its Figures 3 and 4, at a rate in tokens per byte.
 
     6 per matrix parameter, per byte or, in the middle, per token; attention's products and padding
-    do not count. Further draws: 2 per parameter from the middle on, which the paper does not have.
+    do not count. Further draws: 2 per parameter from the middle on, of the rows that have them.
     """
     before, middle, after = matrices(model)
-    return 6 * before + (6 + 2 * (draws - 1)) * (middle * rate + after)
+    return 6 * before + (6 + 2 * (draws - 1) * model.config.redrawn) * (middle * rate + after)
 
 
 def where_tokens_end(x, a):

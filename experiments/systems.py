@@ -22,8 +22,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import (SYSTEMS, Model, load_checkpoint, log_likelihood, next_byte, next_byte_logits,
-                   select, token_positions)
+from model import (SYSTEMS, Model, in_rows, load_checkpoint, log_likelihood, next_byte,
+                   next_byte_logits, token_layout)
 
 TEMPERATURE = 0.5  # of gumbel's relaxed Bernoulli
 RATIO_WEIGHT = 0.03  # of hnet's ratio loss
@@ -102,7 +102,7 @@ class Whitespace(Fixed):
         return ~word & F.pad(word, (1, 0))[:, :-1]
 
 
-class Nothing(Fixed):
+class EveryByte(Fixed):
     def rule(self, x, u):
         return torch.ones_like(x, dtype=torch.bool)
 
@@ -200,11 +200,12 @@ class Gumbel(System):
         hard = soft > 0.5
         hard[:, 0] = True
         a = hard + soft - soft.detach() if self.training else hard  # straight-through
-        positions, token = token_positions(hard)
+        _, token, positions, places = token_layout(hard)
         tokens = mean_pool(X, a.float(), positions.size(1))  # (B, M, D)
         null = self.null.to(X.dtype).expand(len(x), 1, -1)
-        tokens = self.run(self.middle, torch.cat((null, tokens[:, 1:]), 1), positions)
-        return self.decode(X + select(tokens, token)), l, a
+        tokens = torch.cat((null, tokens[:, 1:]), 1).flatten(0, 1)[places]  # (T, D)
+        tokens = self.run(self.middle, tokens, positions, places)
+        return self.decode(X + F.embedding(token, tokens)), l, a
 
     def boundary_loss(self, l, a):
         """The prior: -log Binomial(N - 1, target) at the number of boundaries, over N."""
@@ -240,12 +241,14 @@ class HNet(System):
             q, k = self.q(X.float())[:, 1:], self.k(X.float())[:, :-1]
             p = F.pad((1 - F.cosine_similarity(q, k, dim=-1)) / 2, (1, 0), value=1.0)  # (B, N)
         a = p >= 0.5
-        positions, token = token_positions(a)
-        tokens = self.run(self.middle, select(X, positions), positions)  # (B, M, D)
-        tokens = smooth(tokens.float(), p.gather(1, positions))
+        byte, token, positions, places = token_layout(a)
+        tokens = F.embedding(byte, X.flatten(0, 1))  # (T, D)
+        tokens = self.run(self.middle, tokens, positions, places)
+        tokens = in_rows(tokens.float(), places, positions.shape)  # (B, M, D)
+        tokens = smooth(tokens, p.gather(1, positions)).flatten(0, 1)
         confidence = torch.where(a, p, 1 - p)
         confidence = confidence + (1 - confidence).detach()  # straight-through: 1
-        Y = confidence[..., None] * select(tokens, token) + self.residual(X)
+        Y = confidence[..., None] * F.embedding(places[token], tokens) + self.residual(X)
         return self.decode(Y.type_as(X)), torch.logit(p, eps=1e-6), a
 
     def boundary_loss(self, l, a):
@@ -255,4 +258,4 @@ class HNet(System):
 
 
 SYSTEMS.update({"uniform": Uniform, "random": Random, "whitespace": Whitespace, "bpe": BPE,
-                "none": Nothing, "gumbel": Gumbel, "hnet": HNet, ".pt": Taught})
+                "none": EveryByte, "gumbel": Gumbel, "hnet": HNet, ".pt": Taught})

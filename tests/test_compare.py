@@ -49,7 +49,7 @@ def test_the_paper_counts_six_flops_a_matrix_parameter_of_a_byte_or_token():
     before, middle, after = 2 * 7 * 64 + 2 * 8, 5 * 16 * 64, 3 * 7 * 64 + 257 * 8
     assert paper_flops_per_byte(model, 0.3, 1) == pytest.approx(6 * (before + 0.3 * middle + after))
     further = paper_flops_per_byte(model, 0.3, 3) - paper_flops_per_byte(model, 0.3, 1)
-    assert further == pytest.approx(2 * 2 * (0.3 * middle + after))
+    assert further == pytest.approx(2 * 2 * 0.5 * (0.3 * middle + after))
 
 
 @pytest.mark.parametrize("system", ["learned", "hnet", "random", "none", "whitespace"])

@@ -42,7 +42,7 @@ def test_a_block_computes_gemma_2s_arithmetic():
         p.data.normal_(std=0.5)
     positions = torch.tensor([0, 1, 2, 5, 6, 9, 40])
     x = 0.01 * torch.randn(1, N, D)  # small, so that RMSNorm's epsilon counts
-    got = block(x, *m.rope(41, h)[:, positions])[0].double()
+    got = block(x, *m.rope(positions, h))[0].double()
     w = {k: v.double() for k, v in block.state_dict().items()}
 
     def norm(z, name):
@@ -185,15 +185,17 @@ def test_select_and_upsample_agree_with_loops(rate):
     B, N, D = 3, 37, 4
     X, a = torch.randn(B, N, D), torch.rand(B, N) < rate
     a[:, 0] = True
-    positions, token = m.token_positions(a)
-    Y = m.select(X, positions)
-    assert Y.size(1) % m.TOKEN_MULTIPLE == 0 and Y.size(1) - a.sum(1).max() < m.TOKEN_MULTIPLE
-    back = m.select(Y, token)
+    byte, token, positions, places = m.token_layout(a)
+    tokens = X.flatten(0, 1)[byte]
+    rows, back = m.in_rows(tokens, places, positions.shape), tokens[token]
+    assert rows.size(1) % m.TOKEN_MULTIPLE == 0 and rows.size(1) - a.sum(1).max() < m.TOKEN_MULTIPLE
+    assert torch.equal(rows.flatten(0, 1)[places], tokens)
     for b in range(B):
-        tokens = [i for i in range(N) if a[b, i]]
-        assert positions[b, : len(tokens)].tolist() == tokens
+        own = [i for i in range(N) if a[b, i]]
+        assert positions[b, : len(own)].tolist() == own
+        assert torch.equal(rows[b, : len(own)], X[b, own])
         for i in range(N):
-            assert torch.equal(back[b, i], X[b, max(t for t in tokens if t <= i)])
+            assert torch.equal(back[b, i], X[b, max(t for t in own if t <= i)])
 
 
 def test_the_middle_sees_a_rows_own_tokens_at_their_bytes_positions():
@@ -204,7 +206,7 @@ def test_the_middle_sees_a_rows_own_tokens_at_their_bytes_positions():
     X, Z = model.encode(x), model.predict(model.encode(x), a)
     for b in range(2):
         at = a[b].nonzero()[:, 0]
-        tokens, (cos, sin) = X[b, at][None], m.rope(40, 16)[:, at]
+        tokens, (cos, sin) = X[b, at][None], m.rope(at, 16)
         for block in model.middle:
             tokens = block(tokens, cos, sin)
         Y = torch.stack([X[b, i] + tokens[0, sum(at <= i) - 1] for i in range(40)])
