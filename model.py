@@ -10,8 +10,8 @@ The parts come first, top to bottom as the data flows; Model.forward puts them t
     l  logit of that decision, p = sigmoid(l)  (K, B, N)   Y'  after the middle              (T, D)
     y  the byte to predict, y_i = x_{i+1}      (B, N)      Y   handed back to the bytes   (B, N, D)
 
-K draws of the boundaries of each row, B rows, N bytes in a row, D = embedding_dim, T tokens in
-all rows of a pass, M in the row that has the most.
+K draws of the boundaries of each row, B rows, N bytes in a row, D = embedding_dim; T tokens in all
+rows of a pass, M in the row that has the most, both rounded up.
 """
 import copy
 import math
@@ -28,6 +28,7 @@ VOCAB_SIZE = 257
 ATTENTION_SOFTCAP, LOGIT_SOFTCAP = 50.0, 30.0  # as in Gemma 2
 ROPE_BASE = 10000.0
 TOKEN_MULTIPLE = 16 if torch.cuda.is_available() else 8  # of M: few shapes; 16 aligns loads
+T_MULTIPLE = 64  # of T, unless T is B * M: products of odd sizes are slow
 
 
 @dataclass
@@ -193,15 +194,16 @@ def token_layout(a):
 
     byte (T,): where each ends, counted through all rows. token (B, N): the one that each byte
     reads. positions (B, M): the tokens' bytes, row by row. places (T,): where each lies in the
-    B * M. Fillers, of byte 0, follow the tokens and each row's: causal attention hides them.
+    B * M. T is rounded up with fillers of byte 0. They lie after their row's own tokens, where
+    causal attention hides them, and no byte reads them.
     """
     byte = a.flatten().nonzero()[:, 0]  # waits for the GPU
     token = a.flatten().cumsum(0).view_as(a) - 1  # the last at or before each byte
     count = a.sum(1, keepdim=True)
     M = math.ceil(int(count.max()) / TOKEN_MULTIPLE) * TOKEN_MULTIPLE
     own = torch.arange(M, device=a.device) < count  # (B, M)
-    T = min(math.ceil(len(byte) / 64) * 64, own.numel())  # products of odd sizes are slow
-    places = torch.cat([z.flatten().nonzero()[:, 0] for z in (own, ~own)])[:T]
+    T = min(math.ceil(len(byte) / T_MULTIPLE) * T_MULTIPLE, own.numel())
+    places = (~own).flatten().int().argsort(stable=True)[:T]  # tokens' places, then fillers'
     byte = F.pad(byte, (0, T - len(byte)))
     return byte, token, in_rows(byte % a.size(1), places, own.shape), places
 

@@ -73,7 +73,7 @@ def caches(model):
 
 @torch.no_grad()
 def generate(model, x, max_new_bytes, temperature=1.0, top_k=None):
-    """Continues the prompts x (B, T), x_0 = <bos>, with a model in evaluation mode.
+    """Continues the prompts x (B, N), x_0 = <bos>, with a model in evaluation mode.
 
     Yields for every byte after <bos>, the prompt's first: the byte, whether a token ends there,
     the policy's p, and the byte's negative log-likelihood in nats at temperature 1; all (B,).
@@ -82,24 +82,24 @@ def generate(model, x, max_new_bytes, temperature=1.0, top_k=None):
     if model.config.boundaries != "learned":
         yield from model.generate(x, max_new_bytes, temperature, top_k)
         return
-    B, T, w = *x.shape, model.config.policy_window
+    B, N, w = *x.shape, model.config.policy_window
     with caches(model) as (byte_caches, token_caches):
         # the prompt in one parallel pass
         X = model.encode(x)
         z = model.policy_terms(X)
-        a = model.boundaries(z, torch.rand(1, B, T).to(x.device))
+        a = model.boundaries(z, torch.rand(1, B, N).to(x.device))
         p, a = model.boundary_logits(z, a)[0].sigmoid(), a[0]
         tokens = model.tokens_read(X, a)
         Z = model.decode(X + tokens)
         nats = -log_likelihood(Z[:, :-1], x[:, 1:], model.norm, model.head)
-        for i in range(1, T):
+        for i in range(1, N):
             yield x[:, i], a[:, i], p[:, i], nats[:, i - 1]
 
         # what a further byte needs: each row's number of tokens, the last one, the last w decisions
         logits, count = next_byte_logits(Z[:, -1], model.norm, model.head), a.sum(1)
         current = tokens[:, -1:].clone()  # (B, 1, D)
-        history = F.pad(a, (w, 0))[:, T:].flip(1).float()  # (B, w): a_{i-1} first
-        for i in range(T, T + max_new_bytes):
+        history = F.pad(a, (w, 0))[:, N:].flip(1).float()  # (B, w): a_{i-1} first
+        for i in range(N, N + max_new_bytes):
             byte = next_byte(logits, temperature, top_k)
             nats = F.cross_entropy(logits, byte, reduction="none")
             position = torch.tensor([i], device=x.device)

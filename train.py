@@ -300,7 +300,7 @@ def set_up_machine(h, world):
 
 def open_data(h, rank, device):
     """The shards of training and validation; makes the quick run's where they are missing."""
-    if rank == 0 and h.data == "data/stdlib" and not Path(data, "meta.json").exists():
+    if rank == 0 and h.data == "data/stdlib" and not Path(h.data, "meta.json").exists():
         prepare.main([])
     mean_over_processes(torch.zeros((), device=device)).item()  # all wait for the data
     try:
@@ -310,7 +310,7 @@ def open_data(h, rank, device):
 
 
 def compile_blocks(model, **options):
-    """Compiles, in place, layers, of which all of a kind share their code, heads and policy."""
+    """Compiles, in place, the layers (all of a kind share their code), the heads, the policy."""
     for block in (*model.down, *model.up):
         block.compile(dynamic=False, **options)
     for block in model.middle:  # the number of tokens varies
@@ -373,8 +373,7 @@ def main(argv):
     K = h.num_draws if learned else 1
     if h.compile and device.type != "mps":
         compile_blocks(model)
-    net = model if world == 1 else DistributedDataParallel(
-        model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    net = model if world == 1 else DistributedDataParallel(model, gradient_as_bucket_view=True)
     for number in signal.SIGINT, signal.SIGTERM:  # torchrun passes SIGTERM on
         signal.signal(number, lambda *_: stop.append(True))
     while True:

@@ -4,7 +4,7 @@ from collections import Counter
 
 import torch
 
-from model import TOKEN_MULTIPLE
+from model import T_MULTIPLE, TOKEN_MULTIPLE
 
 
 def matrices(model):
@@ -31,7 +31,7 @@ def executed_flops(model, a):
 
     def predict(tokens):  # (..., B)
         B, M = tokens.size(-1), (tokens.amax(-1) / TOKEN_MULTIPLE).ceil() * TOKEN_MULTIPLE
-        T = torch.minimum((tokens.sum(-1) / 64).ceil() * 64, B * M)
+        T = torch.minimum((tokens.sum(-1) / T_MULTIPLE).ceil() * T_MULTIPLE, B * M)
         attention = c.n_mid_layers * 2 * M**2 * D + window * c.n_up_layers
         return middle * T + B * (attention + after * N)
 

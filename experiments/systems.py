@@ -53,13 +53,13 @@ class System(Model):
     @torch.no_grad()
     def generate(self, x, max_new_bytes, temperature=1.0, top_k=None):
         """As sample.generate, but each byte costs a pass over all that come before it."""
-        B, T = x.shape
-        u = torch.rand(B, T + max_new_bytes).to(x.device)
-        Z, l, a = self.outputs(x, u[:, :T])
+        B, N = x.shape
+        u = torch.rand(B, N + max_new_bytes).to(x.device)
+        Z, l, a = self.outputs(x, u[:, :N])
         nats = -log_likelihood(Z[:, :-1], x[:, 1:], self.norm, self.head)
-        for i in range(1, T):
+        for i in range(1, N):
             yield x[:, i], a[:, i], l[:, i].sigmoid(), nats[:, i - 1]
-        for i in range(T, T + max_new_bytes):
+        for i in range(N, N + max_new_bytes):
             logits = next_byte_logits(Z[:, -1], self.norm, self.head)
             byte = next_byte(logits, temperature, top_k)
             nats = F.cross_entropy(logits, byte, reduction="none")

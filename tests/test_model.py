@@ -181,7 +181,6 @@ def test_the_policy_and_the_early_head_teach_the_encoder(output):
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
 def test_select_and_upsample_agree_with_loops(rate):
-    torch.manual_seed(0)
     B, N, D = 3, 37, 4
     X, a = torch.randn(B, N, D), torch.rand(B, N) < rate
     a[:, 0] = True
@@ -189,7 +188,6 @@ def test_select_and_upsample_agree_with_loops(rate):
     tokens = X.flatten(0, 1)[byte]
     rows, back = m.in_rows(tokens, places, positions.shape), tokens[token]
     assert rows.size(1) % m.TOKEN_MULTIPLE == 0 and rows.size(1) - a.sum(1).max() < m.TOKEN_MULTIPLE
-    assert torch.equal(rows.flatten(0, 1)[places], tokens)
     for b in range(B):
         own = [i for i in range(N) if a[b, i]]
         assert positions[b, : len(own)].tolist() == own
@@ -198,19 +196,25 @@ def test_select_and_upsample_agree_with_loops(rate):
             assert torch.equal(back[b, i], X[b, max(t for t in own if t <= i)])
 
 
-def test_the_middle_sees_a_rows_own_tokens_at_their_bytes_positions():
-    """Each row alone, without padding, its rotary angles from the bytes' numbers."""
-    model, (x, _) = small_model(), some_bytes(2, 40)
-    a = torch.rand(2, 40, generator=torch.Generator().manual_seed(3)) < torch.tensor([[0.2], [0.6]])
+@pytest.mark.parametrize("rates, T, places", [([0.05, 0.2, 0.3, 0.9], 64, 160), ([0.2], 16, 16)])
+def test_the_middle_sees_a_rows_own_tokens_at_their_bytes_positions(rates, T, places):
+    """Each row alone, without fillers, its rotary angles from the bytes' numbers; and gradients."""
+    model, u = small_model(), torch.rand(4, 40, generator=torch.Generator().manual_seed(3))
+    a = u[: len(rates)] < torch.tensor(rates)[:, None]
     a[:, 0] = True
-    X, Z = model.encode(x), model.predict(model.encode(x), a)
-    for b in range(2):
+    assert [z.numel() for z in m.token_layout(a)[::2]] == [T, places]
+    X = torch.randn(*a.shape, 32, requires_grad=True)
+    Z, rows = model.predict(X, a), []
+    for b in range(len(a)):
         at = a[b].nonzero()[:, 0]
         tokens, (cos, sin) = X[b, at][None], m.rope(at, 16)
         for block in model.middle:
             tokens = block(tokens, cos, sin)
-        Y = torch.stack([X[b, i] + tokens[0, sum(at <= i) - 1] for i in range(40)])
-        torch.testing.assert_close(Z[b], model.decode(Y[None])[0], atol=1e-4, rtol=1e-4)
+        rows.append(torch.stack([X[b, i] + tokens[0, sum(at <= i) - 1] for i in range(40)]))
+    expected, parameters = model.decode(torch.stack(rows)), [X, *model.middle.parameters()]
+    torch.testing.assert_close(Z, expected, atol=1e-4, rtol=1e-4)
+    for one, two in zip(*(torch.autograd.grad(z.sin().sum(), parameters) for z in (Z, expected))):
+        torch.testing.assert_close(one, two, atol=1e-3, rtol=1e-3)
 
 
 def test_no_output_depends_on_a_later_byte_or_decision():
