@@ -84,7 +84,7 @@ def check(h):
     if h.boundaries == "learned" and h.num_draws == h.batch_size * world == 1:
         fail("num_draws=1 compares draws of several rows (eq. 17); take num_draws=2 or more rows")
     if h.boundaries not in SYSTEMS and not h.boundaries.endswith(".pt"):
-        fail(f"boundaries={h.boundaries!r} is none of {', '.join(SYSTEMS)}, which is a path's end")
+        fail(f"boundaries={h.boundaries!r} is none of {', '.join(SYSTEMS)} (a path)")
     for key, allowed in ("device", "auto cpu cuda mps"), ("dtype", "auto float32 bfloat16 float16"):
         if getattr(h, key) not in allowed.split():
             fail(f"{key}={getattr(h, key)!r} is none of {allowed}")
