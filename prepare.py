@@ -38,9 +38,9 @@ def printable(text):
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
 
 
-def die(message, code=2):
-    """Ends the program the way every mistake does: one line on stderr, exit code 2."""
-    print("prepare.py:", printable(" ".join(str(message).split())), file=sys.stderr)
+def fail(message, code=2):
+    """Ends any of the programs the way every mistake does: one line on stderr, exit code 2."""
+    print(f"{Path(sys.argv[0]).name}:", *printable(str(message)).split(), file=sys.stderr)
     sys.exit(code)
 
 
@@ -119,9 +119,9 @@ def find_files(inputs, out_dir):
     for name in inputs:
         matches = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
         if not matches:
-            die(f"--input={name}: no such file or folder, and no glob that matches one")
+            fail(f"--input={name}: no such file or folder, and no glob that matches one")
         for folder in [match for match in matches if os.path.isdir(match)]:
-            for place, _, files in os.walk(folder, onerror=die):
+            for place, _, files in os.walk(folder, onerror=fail):
                 matches.extend(os.path.join(place, file) for file in files)
         found.update(map(os.path.realpath, matches))
     own = os.path.realpath(out_dir) + os.sep  # a corpus folder may hold its own shards
@@ -157,10 +157,10 @@ def open_hf(options):
             **source, name=options.get("hf_name"), split=options["split"], streaming=True)
         first = next(iter(dataset), {})  # reach the data before anything is written
     except Exception as error:  # datasets, its file systems and its parsers have dozens
-        die(f"cannot open --hf_path={path} --split={options['split']}: {error}")
+        fail(f"cannot open --hf_path={path} --split={options['split']}: {error}")
     texts = [name for name, value in first.items() if value is None or isinstance(value, str)]
     if column not in texts:
-        die(f"--text_column={column} is no text in {path}, which has {', '.join(texts) or 'none'}")
+        fail(f"--text_column={column} is no text in {path}, which has {', '.join(texts) or 'none'}")
     return dataset
 
 
@@ -174,7 +174,7 @@ def read_hf(dataset, state):
             yield (example[options["text_column"]] or "").encode()
             state["stream"] = dataset.state_dict()
     except Exception as error:
-        die(f"{options['hf_path']}: {error}; run the same command again to go on")
+        fail(f"{options['hf_path']}: {error}; run the same command again to go on")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def parse(argv):
     """Returns (out_dir, the options that decide what is written)."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = die
+    parser.error = fail
     add, user = parser.add_argument, os.path.expanduser
     add("--dataset", default="stdlib", choices=["stdlib", "files", *HF_DEFAULTS])
     add("--input", type=user, nargs="+", action="extend", help="files, folders (recursive), globs")
@@ -283,13 +283,13 @@ def parse(argv):
     own = {"stdlib": [], "files": ["input"]}.get(dataset, hf)
     for option in ["input", *hf]:
         if option in options and option not in own:
-            die(f"--{option} has no meaning for --dataset={dataset}; leave it out or give another")
+            fail(f"--{option} has no meaning for --dataset={dataset}; leave it out or give another")
     if own == hf:
         options = {"split": "train", "text_column": "text", **HF_DEFAULTS[dataset], **options}
     if own and own[0] not in options:
-        die(f"--dataset={dataset} needs --{own[0]}")
+        fail(f"--dataset={dataset} needs --{own[0]}")
     if not 0 < options["val_fraction"] < 1:
-        die(f"--val_fraction={options['val_fraction']} must lie between 0 and 1")
+        fail(f"--val_fraction={options['val_fraction']} must lie between 0 and 1")
     seq_len = options["seq_len"]
     options["shard_bytes"] = max(options["shard_bytes"] // seq_len, 1) * seq_len
     options.setdefault("split_documents", own != hf)
@@ -302,7 +302,7 @@ def check_same(old, new, out_dir):
     others = [f"{key}={old.get(key)} (now {new.get(key)})"
               for key in {**old, **new} if old.get(key) != new.get(key)]
     if others:
-        die(f"{out_dir} holds a set made with {', '.join(others)}; remove it or give another "
+        fail(f"{out_dir} holds a set made with {', '.join(others)}; remove it or give another "
             "--out_dir")
 
 
@@ -314,7 +314,7 @@ def finish(out_dir, state):
         for path in [progress, *shards["train"], *shards["val"]]:  # in the way of the next try
             path.unlink()
         empty = " and ".join(split for split in SPLITS if not shards[split])
-        die(f"no rows for {empty}: {state['documents']} documents, {state['short_documents']} of "
+        fail(f"no rows for {empty}: {state['documents']} documents, {state['short_documents']} of "
             f"them shorter than --seq_len={seq_len}; give more documents (or --max_bytes), a "
             "smaller --seq_len or another --val_fraction")
     for split in SPLITS:
@@ -337,7 +337,7 @@ def prepare(out_dir, options):
         print(printable(f"{out_dir} is already there, with these options"))
         return
     if not lock(out_dir):
-        die(f"another prepare.py is at work in {out_dir}; wait for it, or give another --out_dir")
+        fail(f"another prepare.py is at work in {out_dir}; wait for it, or give another --out_dir")
     dataset = None
     if options["dataset"] in HF_DEFAULTS:
         dataset, place = open_hf(options), options["hf_path"]
@@ -354,7 +354,7 @@ def prepare(out_dir, options):
         for split in SPLITS:
             shard_paths(out_dir, split, state, cut=True)
     elif [*out_dir.glob("train_*.bin"), *out_dir.glob("val_*.bin")]:
-        die(f"{out_dir} holds shards without meta.json; remove them or give another --out_dir")
+        fail(f"{out_dir} holds shards without meta.json; remove them or give another --out_dir")
     else:
         state = {"seq_len": options["seq_len"], "source": source, "options": options,
                  **{split: {"bytes": 0, "sha256": {}} for split in SPLITS},
@@ -377,7 +377,7 @@ def verify(out_dir):
     paths = [path for split in SPLITS for path in shard_paths(out_dir, split, state)]
     wrong = [name for name, sha256 in sha256_of(paths).items() if told.get(name) != sha256]
     if wrong:
-        die(f"{', '.join(wrong)} in {out_dir}: not as they were made; make the set anew", code=1)
+        fail(f"{', '.join(wrong)} in {out_dir}: not as they were made; make the set anew", code=1)
     print(printable(f"{out_dir}: all {len(paths)} shards agree with meta.json"))
 
 
@@ -387,11 +387,11 @@ def main(argv=None):
         out_dir, options = parse(sys.argv[1:] if argv is None else argv)
         verify(out_dir) if options.pop("verify") else prepare(out_dir, options)
     except KeyboardInterrupt:
-        die("interrupted; the same command goes on", code=130)
+        fail("interrupted; the same command goes on", code=130)
     except ValueError as error:
-        die(error)
+        fail(error)
     except OSError as error:
-        die(f"{error}; mend this and run the same command again to go on")
+        fail(f"{error}; mend this and run the same command again to go on")
 
 
 if __name__ == "__main__":

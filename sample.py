@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import experiments.systems  # noqa: F401  the systems that a checkpoint may hold
 from model import (BOS, load_checkpoint, log_likelihood, next_byte, next_byte_logits,
                    softcapped_attention)
-from prepare import printable
+from prepare import fail, printable
 
 MARK = "│"
 PALETTE = 33, 75, 110, 145, 186, 220, 226  # of a terminal's 256 colours, from blue to yellow
@@ -163,11 +163,6 @@ def as_terminal(stream, colour):
 
 
 # ---- Command line ------------------------------------------------------------------------------
-def fail(message):
-    print("sample.py:", " ".join(printable(str(message)).split()), file=sys.stderr)
-    sys.exit(2)
-
-
 def number(kind, low, text):
     value = kind(text)
     if not (value == 0 and kind is float or low <= value < math.inf):

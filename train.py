@@ -28,10 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import experiments.systems  # noqa: F401  the paper's other systems, for --boundaries
 import prepare
-from config.command_line import check, fail, parse, read_command_line
+from config.command_line import check, parse, read_command_line
 from experiments.measures import executed_flops, where_tokens_end
 from model import BOS, ModelConfig, inputs_and_targets, load_checkpoint, make_model
-from prepare import open_shards, read_rows
+from prepare import fail, open_shards, read_rows
 from sample import as_terminal
 
 # ---- Hyperparameters. The values are the quick run's; config/ holds the paper's. ----------------
@@ -254,7 +254,7 @@ def begin(argv, rank):
         torch.manual_seed(h.seed)
         model = model or make_model(config)
     except (OSError, ValueError) as error:
-        fail(str(error))
+        fail(error)
     if changed := [key for key, v in asdict(config).items() if getattr(model.config, key) != v]:
         fail(f"{checkpoint} holds a model with other {', '.join(changed)} (early_exit: num_draws)")
     if rank == 0:
@@ -306,7 +306,7 @@ def open_data(h, rank, device):
     try:
         return [open_shards(h.data, split, h.seq_len) for split in ("train", "val")]
     except ValueError as error:
-        fail(str(error))
+        fail(error)
 
 
 def compile_blocks(model, **options):

@@ -6,13 +6,7 @@ from difflib import get_close_matches as nearest
 from fractions import Fraction
 
 from model import SYSTEMS
-from prepare import printable
-
-
-def fail(message):
-    """Ends the program the way every mistake does: one line on stderr, exit code 2."""
-    print("train.py:", " ".join(printable(message).split()), file=sys.stderr)
-    sys.exit(2)
+from prepare import fail
 
 
 def parse(key, value, defaults):

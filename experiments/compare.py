@@ -33,7 +33,7 @@ import train
 from config.command_line import check, read_command_line
 from experiments.measures import executed_flops, paper_flops_per_byte
 from model import ModelConfig, inputs_and_targets, load_checkpoint, make_model
-from prepare import open_shards, printable, read_rows
+from prepare import fail, open_shards, read_rows
 
 STYLES = {  # of a system in every figure: Okabe and Ito's colours, and a marker beside them
     "learned": ("#000000", "o"), "uniform": ("#E69F00", "s"), "random": ("#56B4E9", "^"),
@@ -45,12 +45,6 @@ os.environ.setdefault("SOURCE_DATE_EPOCH", "0")
 
 
 # ---- For all scripts in this folder.
-
-
-def fail(message):
-    """Ends the program the way every mistake does: one line on stderr, exit code 2."""
-    print(f"{Path(sys.argv[0]).name}:", *printable(str(message)).split(), file=sys.stderr)
-    sys.exit(2)
 
 
 def parser_of(usage):

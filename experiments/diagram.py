@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from experiments.compare import fail, parser_of
+from experiments.compare import parser_of
 from experiments.page import write
 from model import load_checkpoint
+from prepare import fail
 from train import discounted_return, inputs_and_targets
 
 LEFT, CELL, RIGHT, HEIGHT = 118, 21, 190, 440  # pixels: labels, a byte, the reward; the picture

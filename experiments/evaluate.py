@@ -28,9 +28,9 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from experiments.compare import fail, parser_of
+from experiments.compare import parser_of
 from model import inputs_and_targets, load_checkpoint
-from prepare import open_shards
+from prepare import fail, open_shards
 from train import device_and_dtype
 
 

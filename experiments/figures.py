@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from experiments.compare import LINES, RESULTS, STYLES, fail, parser_of, plt, save_figure
+from experiments.compare import LINES, RESULTS, STYLES, parser_of, plt, save_figure
 from experiments.page import as_html, cell_colours, page, span, user_path, write
 from model import load_checkpoint
-from prepare import open_shards
+from prepare import fail, open_shards
 from sample import characters, scored
 
 WATCH_STYLE = """

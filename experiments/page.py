@@ -18,9 +18,9 @@ from matplotlib import colormaps
 from matplotlib.colors import to_hex
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from experiments.compare import fail, parser_of
+from experiments.compare import parser_of
 from model import load_checkpoint
-from prepare import printable
+from prepare import fail, printable
 from sample import characters, scored
 
 STYLE = """

@@ -16,8 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from experiments import compare
-from experiments.compare import RESULTS, STYLES, fail
+from experiments.compare import RESULTS, STYLES
 from model import load_checkpoint
+from prepare import fail
 
 
 def read(results):

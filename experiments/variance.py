@@ -34,9 +34,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
-from experiments.compare import RESULTS, fail, parser_of, table
+from experiments.compare import RESULTS, parser_of, table
 from model import inputs_and_targets, load_checkpoint
-from prepare import open_shards, read_rows
+from prepare import fail, open_shards, read_rows
 from train import advantage, discounted_return
 
 GAMMAS = 0.9, 0.97, 0.99, 1.0

@@ -281,7 +281,7 @@ def test_verify_names_each_shard_that_is_not_as_it_was_made(documents, tmp_path,
     assert "agree" in capsys.readouterr().out
     for path in tmp_path / "out/train_00002.bin", tmp_path / "out/val_00001.bin":
         path.write_bytes(b"?" + path.read_bytes()[1:])
-    assert "prepare.py: train_00002.bin, val_00001.bin in" in error_of(capsys, *check, code=1)
+    assert ": train_00002.bin, val_00001.bin in" in error_of(capsys, *check, code=1)
 
 
 def test_shards_that_are_lost_or_cut_are_not_read_and_not_gone_on_from(
