@@ -302,8 +302,8 @@ def check_same(old, new, out_dir):
     others = [f"{key}={old.get(key)} (now {new.get(key)})"
               for key in {**old, **new} if old.get(key) != new.get(key)]
     if others:
-        fail(f"{out_dir} holds a set made with {', '.join(others)}; remove it or give another "
-            "--out_dir")
+        fail(f"{out_dir} holds a set made with {', '.join(others)}; remove it or give prepare.py "
+             "another --out_dir")
 
 
 def finish(out_dir, state):
@@ -315,8 +315,8 @@ def finish(out_dir, state):
             path.unlink()
         empty = " and ".join(split for split in SPLITS if not shards[split])
         fail(f"no rows for {empty}: {state['documents']} documents, {state['short_documents']} of "
-            f"them shorter than --seq_len={seq_len}; give more documents (or --max_bytes), a "
-            "smaller --seq_len or another --val_fraction")
+             f"them shorter than --seq_len={seq_len}; give more documents (or --max_bytes), a "
+             "smaller --seq_len or another --val_fraction")
     for split in SPLITS:
         held = state[split]["bytes"]
         state[split] |= {"rows": held // seq_len, "sha256": sha256_of(shards[split])}
@@ -354,7 +354,8 @@ def prepare(out_dir, options):
         for split in SPLITS:
             shard_paths(out_dir, split, state, cut=True)
     elif [*out_dir.glob("train_*.bin"), *out_dir.glob("val_*.bin")]:
-        fail(f"{out_dir} holds shards without meta.json; remove them or give another --out_dir")
+        fail(f"{out_dir} holds shards without meta.json; remove them or give prepare.py another "
+             "--out_dir")
     else:
         state = {"seq_len": options["seq_len"], "source": source, "options": options,
                  **{split: {"bytes": 0, "sha256": {}} for split in SPLITS},

@@ -30,7 +30,7 @@ import experiments.systems  # noqa: F401  the paper's other systems, for --bound
 import prepare
 from config.command_line import check, parse, read_command_line
 from experiments.measures import executed_flops, where_tokens_end
-from model import BOS, ModelConfig, inputs_and_targets, load_checkpoint, make_model
+from model import ModelConfig, inputs_and_targets, load_checkpoint, make_model
 from prepare import fail, open_shards, read_rows
 from sample import as_terminal
 

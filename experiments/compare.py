@@ -85,7 +85,10 @@ def hyperparameters(system, seed, arguments):
 
 def run(flags, out_dir):
     """Trains to the end, or goes on where it stopped; returns whether that went well."""
-    out_dir.mkdir(parents=True, exist_ok=True)  # so that a run that fails has a row in the table
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)  # so that a run that fails has a row in the table
+    except OSError as error:
+        fail(error)
     command = [sys.executable, ROOT / "train.py", *flags, f"--out_dir={out_dir}"]
     process = subprocess.Popen(command + ["--resume=True"] * (out_dir / "ckpt.pt").exists())
     try:
