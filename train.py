@@ -35,7 +35,7 @@ from prepare import fail, open_shards, read_rows
 from sample import as_terminal
 
 # ---- Hyperparameters. The values are the quick run's; config/ holds the paper's. ----------------
-# A flag has the type of the value here: write 1.0, not 1.
+# A flag takes the type of the value here: what may be 0.5 is written 1.0, not 1.
 
 # files
 data = "data/stdlib"  # folder of shards made by prepare.py; this one is made on first use
