@@ -321,8 +321,8 @@ def finish(out_dir, state):
         held = state[split]["bytes"]
         state[split] |= {"rows": held // seq_len, "sha256": sha256_of(shards[split])}
         print(printable(f"{out_dir}: {split} {held // seq_len:,} rows, {held / 1e6:,.1f} MB"))
-    print(f"left out: {state['short_documents']:,} of {state['documents']:,} documents, shorter "
-          f"than a row, and the others' ends, together {state['left_out_bytes']:,} bytes")
+    print(f"left out, {state['left_out_bytes']:,} bytes: {state['short_documents']:,} of "
+          f"{state['documents']:,} documents, too short for a row, and the ends of the others")
     del state["taken"], state["stream"]
     write_json(out_dir / "meta.json", state)
     progress.unlink(missing_ok=True)
