@@ -4,8 +4,9 @@ How fast a training step is on this machine, against the other systems' and a ma
     python experiments/bench.py             the quick run's model; minutes, then all lines at once
     python experiments/bench.py --compile=False --batch_size=4
     python experiments/bench.py --gpu       the paper's 147M model alone, for one H100 or H200
+    python experiments/bench.py --runs=out-learned,out-uniform   finished runs', on their texts
 
-Every hyperparameter of train.py is a flag or in a configuration file. In the comparison each step
+Every hyperparameter of train.py is a flag or in a configuration file. In a comparison each step
 lives in a process of its own, and the processes take turns, half a second each. Numbers are
 medians of the rounds, +- half the interquartile range. Compare those of one run only.
 """
@@ -28,9 +29,10 @@ import torch.nn as nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
 from config.command_line import check, read_command_line
-from experiments.compare import ROOT
+from experiments.compare import ROOT, parser_of
 from experiments.measures import executed_flops
-from model import ModelConfig, inputs_and_targets, make_model
+from model import ModelConfig, load_checkpoint, make_model
+from prepare import fail, open_shards
 
 ROUNDS = 20
 SIDE = 8192 if torch.cuda.is_available() else 2048  # of the matrix product
@@ -71,17 +73,34 @@ def loss(logp, early_logp, l, a, h):
     return L + (h["boundaries"] == "learned") * (h["lambda_pi"] * L_pi + h["lambda_target"] * L_tgt)
 
 
+def finished_run(out_dir, h):
+    """The run's hyperparameters, on h's machine, and where its weights are."""
+    path = Path(out_dir, "ckpt.pt")
+    try:
+        made = load_checkpoint(path)[1]["config"]
+        open_shards(made["data"], "train", made["seq_len"])
+    except (OSError, ValueError) as error:
+        fail(error)
+    return made | {"weights": path} | {key: h[key] for key in ("device", "dtype", "compile")}
+
+
 def training_step(h, timed=lambda name, function: function):
-    """A function that does a step as train.py does it, on random bytes."""
+    """A function that does a step as train.py does it, on random bytes or on a run's text."""
     torch.manual_seed(0)
-    rows = torch.randint(256, (h["batch_size"], h["seq_len"]), dtype=torch.uint8).numpy()
-    x, y = (z.to(h["device"]) for z in inputs_and_targets(rows))
     model = new_model(h)
+    if "weights" in h:
+        model.load_state_dict(load_checkpoint(h["weights"])[0].state_dict())
+        shards = open_shards(h["data"], "train", h["seq_len"])
+    else:
+        shards = [torch.randint(256, (h["batch_size"], h["seq_len"]), dtype=torch.uint8).numpy()]
+    learned = h["boundaries"] == "learned"
+    batches = itertools.cycle(train.micro_batches(
+        shards, 0, h["num_draws"] if learned else 1,
+        SimpleNamespace(**h | {"effective_batch_size": 32 * h["batch_size"]}), 0, 1, h["device"]))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-9, fused=True)  # p stays at the target
     autocast = torch.autocast(h["device"], getattr(torch, h["dtype"]), h["dtype"] != "float32")
     if h["compile"]:
         train.compile_blocks(model)
-    learned = h["boundaries"] == "learned"
     for name in PIECES if learned else ():
         setattr(model, name, timed(name, getattr(model, name)))
 
@@ -91,10 +110,11 @@ def training_step(h, timed=lambda name, function: function):
         optimizer.zero_grad(set_to_none=True)
 
     def step():
-        u = torch.rand(h["num_draws"] if learned else 1, *x.shape, device=x.device)
         with autocast:
-            outputs = model(x, y, u)
+            outputs = model(*next(batches))
         L = timed("losses", loss)(*outputs, h)
+        if not learned:
+            L = L + model.boundary_loss(*outputs[2:])
         timed("backward", L.backward)()
         timed("clipping and AdamW", update)()
 
@@ -145,11 +165,9 @@ def print_share(steps, products, h):
     row("learned, of the product's", [flops / a / b for a, b in zip(steps, ceiling)], "")
 
 
-def bench_steps(h):
-    """Prints the table of training steps."""
-    changes = {"learned": {}, **{f"learned, K={K}": {"num_draws": K} for K in (1, 4)},
-               **{name: {"boundaries": name} for name in ("uniform", "random", "none")}}
-    measured = {name: (training_step, h | change) for name, change in changes.items()}
+def bench_steps(settings, h):
+    """Prints the table of training steps; settings are hyperparameters by name."""
+    measured = {name: (training_step, one) for name, one in settings.items()}
     measured["matrix product"] = matrix_product, h
     spawn = multiprocessing.get_context("spawn")
     workers = {name: ProcessPoolExecutor(1, spawn, begin, arguments)
@@ -160,18 +178,19 @@ def bench_steps(h):
 
     rounds = [{name: of(name, measure) for name in measured} for _ in range(ROUNDS + 1)]
     times = {name: [one[name] for one in rounds[1:]] for name in measured}
-    memory = {name: of(name, peak_memory) for name in changes}
+    memory = {name: of(name, peak_memory) for name in settings}
     for worker in workers.values():
         worker.shutdown()
 
-    print("training step; its peak memory beyond weights; its time a byte over that of uniform")
+    print("training step; its peak memory beyond weights; its time a byte over the last one's")
     speeds = {name: [g["batch_size"] * g["seq_len"] / one for one in times[name]]
               for name, (_, g) in measured.items()}
-    for name in changes:
-        ratio = statistics.median(a / b for a, b in zip(speeds["uniform"], speeds[name]))
+    for name in settings:
+        ratio = statistics.median(a / b for a, b in zip(speeds[[*settings][-1]], speeds[name]))
         row(name, [speed / 1e3 for speed in speeds[name]], "kB/s",
             f"{memory[name] / 1e6:.0f} MB, {ratio:.2f} times")
-    print_share(times["learned"], times["matrix product"], h)
+    if "learned" in times:
+        print_share(times["learned"], times["matrix product"], h)
 
 
 def bench_pieces(h):
@@ -211,13 +230,23 @@ def bench_alone(h):
 
 
 def main(argv):
-    alone = "--gpu" in argv
-    argv = [f"{ROOT}/config/fineweb_147m.py"] * alone + [flag for flag in argv if flag != "--gpu"]
-    h = train.DEFAULTS | read_command_line(argv, train.DEFAULTS)
+    parser = parser_of(__doc__)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--runs", help="their --out_dirs")
+    options, others = parser.parse_known_args(argv)
+    others = [f"{ROOT}/config/fineweb_147m.py"] * options.gpu + others
+    h = train.DEFAULTS | read_command_line(others, train.DEFAULTS)
     check(SimpleNamespace(**h))
     h["device"], h["dtype"] = train.device_and_dtype(h["device"], h["dtype"])
     print("torch", torch.__version__, h["device"], h["dtype"], torch.get_num_threads(), "threads")
-    bench_alone(h) if alone else bench_steps(h)
+    if options.runs:
+        return bench_steps({run: finished_run(run, h) for run in options.runs.split(",")}, h)
+    if options.gpu:
+        bench_alone(h)
+    else:
+        bench_steps({
+            "learned": h, **{f"learned, K={K}": h | {"num_draws": K} for K in (1, 4)},
+            **{rule: h | {"boundaries": rule} for rule in ("random", "none", "uniform")}}, h)
     bench_pieces(h)
 
 
