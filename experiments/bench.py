@@ -166,7 +166,7 @@ def print_share(steps, products, h):
 
 
 def bench_steps(settings, h):
-    """Prints the table of training steps; settings are hyperparameters by name."""
+    """Prints the table of training steps, of hyperparameters by name; returns all seconds."""
     measured = {name: (training_step, one) for name, one in settings.items()}
     measured["matrix product"] = matrix_product, h
     spawn = multiprocessing.get_context("spawn")
@@ -189,8 +189,7 @@ def bench_steps(settings, h):
         ratio = statistics.median(a / b for a, b in zip(speeds[[*settings][-1]], speeds[name]))
         row(name, [speed / 1e3 for speed in speeds[name]], "kB/s",
             f"{memory[name] / 1e6:.0f} MB, {ratio:.2f} times")
-    if "learned" in times:
-        print_share(times["learned"], times["matrix product"], h)
+    return times
 
 
 def bench_pieces(h):
@@ -244,9 +243,10 @@ def main(argv):
     if options.gpu:
         bench_alone(h)
     else:
-        bench_steps({
+        times = bench_steps({
             "learned": h, **{f"learned, K={K}": h | {"num_draws": K} for K in (1, 4)},
             **{rule: h | {"boundaries": rule} for rule in ("random", "none", "uniform")}}, h)
+        print_share(times["learned"], times["matrix product"], h)
     bench_pieces(h)
 
 

@@ -86,7 +86,7 @@ def hyperparameters(system, seed, arguments):
 def run(flags, out_dir):
     """Trains to the end, or goes on where it stopped; returns whether that went well."""
     try:
-        out_dir.mkdir(parents=True, exist_ok=True)  # so that a run that fails has a row in the table
+        out_dir.mkdir(parents=True, exist_ok=True)  # a run that fails has a row in the table too
     except OSError as error:
         fail(error)
     command = [sys.executable, ROOT / "train.py", *flags, f"--out_dir={out_dir}"]
