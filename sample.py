@@ -5,218 +5,200 @@ Generates text with a trained model and shows where its tokens end.
     python sample.py --score=FILE                shows the boundaries of given text instead
 
 A mark │ stands where a token ends. On a terminal the colour is the policy's probability of a
-boundary after that character: blue low, yellow high.
+boundary after that character: blue is low, yellow is high.
 """
-import argparse
-import codecs
 import math
 import os
 import sys
 import time
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-import experiments.systems  # noqa: F401  the systems that a checkpoint may hold
-from model import (BOS, load_checkpoint, log_likelihood, next_byte, next_byte_logits,
-                   softcapped_attention)
-from prepare import fail, printable
-
-MARK = "│"
-PALETTE = 33, 75, 110, 145, 186, 220, 226  # of a terminal's 256 colours, from blue to yellow
+from config.command_line import argument_parser, device_and_dtype
+from config.terminal import fail, marked
+from model import BOS, load_checkpoint, softcapped_attention
 
 
-# ---- Generation --------------------------------------------------------------------------------
 class Cache:
-    """Stands in for Attention.attend: keeps a layer's keys and values, all or a window's.
+    """Replaces Attention.attend during generation: keeps the keys and values of one layer.
 
-    The first call is the prompt's. Each further one brings a new position of the rows `rows` (R,),
-    of which `held` (R,) are kept so far. A window's position i lies in slot i % window.
+    Each call brings one new position for some of the rows. Before it, generate sets `rows` (R,)
+    and `position` (R,), the number of positions that each of them has already. With a window, the
+    newest position overwrites the oldest one.
     """
 
-    def __init__(self, attention):
-        self.attend, self.window, self.k = attention.attend, attention.window, None
+    def __init__(self, size):
+        self.size = size
+        self.k = None
 
-    def __call__(self, q, k, v):
+    def __call__(self, q, k, v):  # (R, heads, 1, head_dim)
         if self.k is None:
-            size = self.window or k.size(2)
-            last = torch.arange(k.size(2), device=k.device)[-size:]
-            self.k, self.v = (z.new_zeros(*z.shape[:2], size, z.size(3)) for z in (k, v))
-            self.k[:, :, last % size], self.v[:, :, last % size] = k[:, :, last], v[:, :, last]
-            return self.attend(q, k, v)
-        used = self.window or int(self.held.max()) + 1
-        if used > self.k.size(2):
-            self.k, self.v = (F.pad(z, (0, 0, 0, z.size(2))) for z in (self.k, self.v))
-        slot = self.held % self.window if self.window else self.held
-        self.k[self.rows, :, slot], self.v[self.rows, :, slot] = k[:, :, 0], v[:, :, 0]
-        k, v = (z[:, :, :used].index_select(0, self.rows) for z in (self.k, self.v))
-        mask = torch.arange(used, device=k.device) <= self.held[:, None]  # (R, used)
+            self.k = k.new_zeros(len(k), k.size(1), self.size, k.size(3))
+            self.v = torch.zeros_like(self.k)
+        slot = self.position % self.size
+        self.k[self.rows, :, slot] = k[:, :, 0]
+        self.v[self.rows, :, slot] = v[:, :, 0]
+        used = min(int(self.position.max()) + 1, self.size)
+        mask = torch.arange(used, device=k.device) <= self.position[:, None]  # (R, used)
+        k = self.k[self.rows, :, :used]
+        v = self.v[self.rows, :, :used]
         return softcapped_attention(q, k, v, mask[:, None, None])
 
 
-@contextmanager
-def caches(model):
-    """Puts a cache into every layer; gives those of the byte layers and those of the middle."""
-    layers = [block.attention for block in (*model.down, *model.up, *model.middle)]
-    for attention in layers:
-        attention.attend = Cache(attention)
-    try:
-        found = [attention.attend for attention in layers]
-        yield found[: len(found) - len(model.middle)], found[len(found) - len(model.middle) :]
-    finally:
-        for attention in layers:
-            del attention.attend  # the class's own is there again
+def next_byte(logits, temperature, top_k):
+    """Draws one byte per row from logits (B, 257); temperature 0 takes the likeliest one."""
+    logits = logits.clone()
+    logits[:, BOS] = -torch.inf  # not a byte
+    if temperature == 0:
+        return logits.argmax(-1)
+    if top_k is not None:
+        smallest = logits.topk(min(top_k, BOS)).values[:, -1:]
+        logits[logits < smallest] = -torch.inf
+    return torch.multinomial((logits / temperature).softmax(-1), 1)[:, 0]
 
 
 @torch.no_grad()
 def generate(model, x, max_new_bytes, temperature=1.0, top_k=None):
     """Continues the prompts x (B, N), x_0 = <bos>, with a model in evaluation mode.
 
-    Yields for every byte after <bos>, the prompt's first: the byte, whether a token ends there,
-    the policy's p, and the byte's negative log-likelihood in nats at temperature 1; all (B,).
-    A byte costs the byte layers one position, and the middle one where a token ends.
+    Yields for every byte after <bos>, starting with the prompt's: the byte, whether a token ends
+    there, the policy's p, and the byte's negative log-likelihood in nats at temperature 1; all
+    (B,). A byte costs one position of the byte layers, and one of the middle where a token ends.
     """
     if model.config.boundaries != "learned":
-        yield from model.generate(x, max_new_bytes, temperature, top_k)
+        yield from generate_without_cache(model, x, max_new_bytes, temperature, top_k)
         return
-    B, N, w = *x.shape, model.config.policy_window
-    with caches(model) as (byte_caches, token_caches):
-        # the prompt in one parallel pass
-        X = model.encode(x)
-        z = model.policy_terms(X)
-        a = model.boundaries(z, torch.rand(1, B, N).to(x.device))
-        p, a = model.boundary_logits(z, a)[0].sigmoid(), a[0]
-        tokens = model.tokens_read(X, a)
-        Z = model.decode(X + tokens)
-        nats = -log_likelihood(Z[:, :-1], x[:, 1:], model.norm, model.head)
-        for i in range(1, N):
-            yield x[:, i], a[:, i], p[:, i], nats[:, i - 1]
-
-        # what a further byte needs: each row's number of tokens, the last one, the last w decisions
-        logits, count = next_byte_logits(Z[:, -1], model.norm, model.head), a.sum(1)
-        current = tokens[:, -1:].clone()  # (B, 1, D)
-        history = F.pad(a, (w, 0))[:, N:].flip(1).float()  # (B, w): a_{i-1} first
-        for i in range(N, N + max_new_bytes):
-            byte = next_byte(logits, temperature, top_k)
-            nats = F.cross_entropy(logits, byte, reduction="none")
+    B, N = x.shape
+    byte_layers = [block.attention for block in (*model.down, *model.up)]
+    token_layers = [block.attention for block in model.middle]
+    for attention in byte_layers:
+        attention.attend = Cache(attention.window)
+    for attention in token_layers:
+        attention.attend = Cache(N + max_new_bytes)
+    try:
+        all_rows = torch.arange(B, device=x.device)
+        history = torch.zeros_like(all_rows)  # bit j-1 is a_{i-j}, as in Policy
+        count = torch.zeros_like(all_rows)  # tokens of each row so far
+        selected = torch.zeros(B, model.config.embedding_dim, device=x.device)  # each row's last X'
+        tokens = torch.zeros_like(selected)  # each row's last Y'
+        for i in range(N + max_new_bytes):
+            byte = x[:, i] if i < N else next_byte(logits, temperature, top_k)
             position = torch.tensor([i], device=x.device)
-            for cache in byte_caches:
-                cache.rows, cache.held = torch.arange(B, device=x.device), position.expand(B)
+            for attention in byte_layers:
+                attention.attend.rows = all_rows
+                attention.attend.position = position.expand(B)
             X = model.run(model.down, model.embedding(byte[:, None]), position)  # (B, 1, D)
-            z = model.policy_terms(X)[:, 0]
-            p = (z[:, 0] + (history * z[:, 1:]).sum(1)).sigmoid()
+            l = model.policy(X)[:, 0]  # (B, 2^w)
+            p = l.gather(1, history[:, None])[:, 0].sigmoid()
             a = torch.rand(B).to(p) < p
-            history = torch.cat((a[:, None], history), 1)[:, :w]
+            if i == 0:
+                a[:] = True
+            history = (2 * history + a) % l.size(1)
             rows = a.nonzero()[:, 0]
             if len(rows) > 0:
-                for cache in token_caches:
-                    cache.rows, cache.held = rows, count[rows]
-                current[rows] = model.run(model.middle, X[rows], position)
+                for attention in token_layers:
+                    attention.attend.rows = rows
+                    attention.attend.position = count[rows]
+                selected[rows] = X[rows, 0]
+                tokens[rows] = model.run(model.middle, X[rows], position)[:, 0]
                 count[rows] += 1
-            Z = model.run(model.up, X + current, position)[:, 0]
-            logits = next_byte_logits(Z, model.norm, model.head)
-            yield byte, a, p, nats
+            Y = model.upsample(X, selected, tokens, all_rows[:, None])
+            Z = model.run(model.up, Y, position)[:, 0]
+            if i > 0:
+                yield byte, a, p, F.cross_entropy(logits, byte, reduction="none")
+            logits = model.head.logits(Z)
+    finally:
+        for attention in byte_layers + token_layers:
+            del attention.attend  # uncovers the class's own method
 
 
-# ---- What is shown -----------------------------------------------------------------------------
 @torch.no_grad()
-def scored(model, text, device):
-    """Yields (byte, a, p, nats) of a text's bytes, read in rows as long as the training rows."""
+def generate_without_cache(model, x, max_new_bytes, temperature, top_k):
+    """The same for the other systems. Each byte costs a pass over all bytes before it."""
+    B, N = x.shape
+    u = torch.rand(B, N + max_new_bytes).to(x.device)
+    shown = 1  # <bos> is not
+    for _ in range(max_new_bytes + 1):
+        Z, l, a = model.outputs(x, u[:, : x.size(1)])
+        nats = -model.head(Z[:, :-1], x[:, 1:])
+        for i in range(shown, x.size(1)):
+            yield x[:, i], a[:, i], l[:, i].sigmoid(), nats[:, i - 1]
+        shown = x.size(1)
+        byte = next_byte(model.head.logits(Z[:, -1]), temperature, top_k)
+        x = torch.cat((x, byte[:, None]), dim=1)
+
+
+@torch.no_grad()
+def scored(model, text):
+    """Yields (byte, a, p, nats) for the bytes of a text, read in rows as long as in training."""
+    device = model.embedding.weight.device
     for start in range(0, len(text), model.config.seq_len):
-        y = torch.tensor([[*text[start : start + model.config.seq_len], BOS]])  # <bos>: no byte
+        row = text[start : start + model.config.seq_len]
+        y = torch.tensor([[*row, BOS]], device=device)  # the last target does not matter
         x = F.pad(y[:, :-1], (1, 0), value=BOS)
-        u = torch.rand(1, *x.shape)
-        logp, _, l, a = model(x.to(device), y.to(device), u.to(device))
-        yield from zip(x[0, 1:].tolist(), a[0, 0, 1:].tolist(), l[0, 0, 1:].sigmoid().tolist(),
-                       (-logp[0, 0, :-1]).tolist())
-
-
-def characters(stream):
-    """Turns (byte, a, p) into (text, a, p), a character each.
-
-    a says if any of its bytes ends a token, p is its last byte's. What is no UTF-8 becomes U+FFFD.
-    """
-    decoder, ends, p = codecs.getincrementaldecoder("utf-8")("replace"), False, 0.0
-    for byte, a, next_p in stream:
-        text = decoder.decode(bytes([byte]))
-        own = "" if decoder.getstate()[0] else text[-1]  # what this byte ends, if it does
-        if before := text[: len(text) - len(own)]:  # those before it were no character
-            yield printable(before), ends, p
-            ends = False
-        ends, p = ends or a, next_p
-        if own:
-            yield printable(own), ends, p
-            ends = False
-    if text := decoder.decode(b"", final=True):
-        yield printable(text), ends, p
-
-
-def as_terminal(stream, colour):
-    """Yields text with a mark where each token ends, coloured by p, as the stream comes."""
-    for text, ends, p in characters(stream):
-        if colour:
-            text = f"\x1b[38;5;{PALETTE[round(p * (len(PALETTE) - 1))]}m{text}\x1b[0m"
-        yield text + MARK * ends
-
-
-# ---- Command line ------------------------------------------------------------------------------
-def number(kind, low, text):
-    value = kind(text)
-    if not (value == 0 and kind is float or low <= value < math.inf):
-        raise argparse.ArgumentTypeError(f"{text} is not at least {low}")
-    return value
+        u = torch.rand(1, *x.shape).to(device)
+        logp, _, l, a = model(x, y, u)
+        nats = -logp[0, 0, :-1]
+        yield from zip(row, a[0, 0, 1:].tolist(), l[0, 0, 1:].sigmoid().tolist(), nats.tolist())
 
 
 def main(argv=None):
-    kinds = {"cuda": torch.cuda, "mps": torch.backends.mps}
-    device = next((kind for kind in kinds if kinds[kind].is_available()), "cpu")
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail
-    add, count = parser.add_argument, partial(number, int, 1)
-    add("--out_dir", default="out", help="where train.py left ckpt.pt (%(default)s)")
+    parser = argument_parser(__doc__)
+    add = parser.add_argument
+    add("--out_dir", default="out", help="folder where train.py left ckpt.pt (%(default)s)")
     add("--start", default="", help="the text to continue")
     add("--score", metavar="FILE", help="show the boundaries of this text instead")
-    add("--num_samples", type=count, default=1, help="texts to generate (%(default)s)")
-    add("--max_new_bytes", type=count, default=300, help="length of each (%(default)s)")
-    add("--temperature", type=partial(number, float, 0.001), default=0.8,
-        help="below 1: likelier bytes; 0: the likeliest (%(default)s)")
-    add("--top_k", type=count, default=50, help="choose among so many bytes (%(default)s)")
+    add("--num_samples", type=int, default=1, help="texts to generate (%(default)s)")
+    add("--max_new_bytes", type=int, default=300, help="length of each text (%(default)s)")
+    add("--temperature", type=float, default=0.8,
+        help="below 1: likelier bytes; 0: always the likeliest (%(default)s)")
+    add("--top_k", type=int, default=50, help="draw from this many likeliest bytes (%(default)s)")
     add("--seed", type=int, default=1337)
-    add("--device", default=device, help="cpu, cuda or mps (%(default)s)")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     options = parser.parse_args(argv)
-
+    for name in "num_samples", "max_new_bytes", "top_k":
+        if getattr(options, name) < 1:
+            fail(f"--{name}={getattr(options, name)} must be at least 1")
+    if not 0 <= options.temperature < math.inf:
+        fail(f"--temperature={options.temperature} must be at least 0")
+    device, _ = device_and_dtype(options.device, "float32")
     try:
-        path = Path(options.out_dir).expanduser() / "ckpt.pt"
-        model = load_checkpoint(path)[0].to(options.device)
+        model, _ = load_checkpoint(Path(options.out_dir).expanduser() / "ckpt.pt")
         text = Path(options.score).expanduser().read_bytes() if options.score else None
-    except (OSError, ValueError, RuntimeError, AssertionError, ImportError) as error:
-        fail(str(error).splitlines()[0])  # the last three: no such device
+    except (OSError, ValueError) as error:
+        fail(error)
     if text == b"":
         fail(f"--score={options.score} is an empty file")
-    torch.manual_seed(options.seed % 2**64)
-    prompt = torch.tensor([[BOS, *os.fsencode(options.start)]], device=options.device)
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    steps, started = [], time.perf_counter()
 
-    def noted(stream):
-        for byte, a, p, nats in stream:
-            steps.append((int(a), float(nats)))
+    torch.manual_seed(options.seed)
+    model.to(device)
+    prompt = torch.tensor([[BOS, *os.fsencode(options.start)]], device=device)
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    started = time.perf_counter()
+    count = tokens = nats = 0
+
+    def counted(stream):
+        nonlocal count, tokens, nats
+        for byte, a, p, byte_nats in stream:
+            count += 1
+            tokens += bool(a)
+            nats += float(byte_nats)
             yield int(byte), bool(a), float(p)
 
     for _ in range(1 if options.score else options.num_samples):
-        stream = scored(model, text, options.device) if options.score else generate(
-            model, prompt, options.max_new_bytes, options.temperature, options.top_k)
-        for piece in as_terminal(noted(stream), colour):
+        if options.score:
+            stream = scored(model, text)
+        else:
+            stream = generate(
+                model, prompt, options.max_new_bytes, options.temperature, options.top_k)
+        for piece in marked(counted(stream), colour):
             print(piece, end="", flush=True)
         print("\n" + "-" * 80)
-    seconds, (tokens, nats) = time.perf_counter() - started, map(sum, zip(*steps))
-    n = len(steps)
-    print(f"{n} bytes, {tokens} tokens, {n / max(tokens, 1):.2f} bytes per token, "
-          f"{nats / math.log(2) / n:.3f} bits per byte, {n / seconds:.0f} bytes per second")
+    seconds = time.perf_counter() - started
+    print(f"{count} bytes, {tokens} tokens, {count / max(tokens, 1):.2f} bytes per token, "
+          f"{nats / math.log(2) / count:.3f} bits per byte, {count / seconds:.0f} bytes per second")
 
 
 if __name__ == "__main__":
@@ -225,5 +207,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+    except BrokenPipeError:  # the reader, for example `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -20,6 +20,7 @@ policy_softcap = 5.0  # ours: the paper does not give it, nor the next two
 weight_decay = 0.01
 grad_clip = 1.0
 num_draws = 1
+early_exit = True
 gamma = 0.99
 lambda_pi = 1e-2
 lambda_target = 1e-2

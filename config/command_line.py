@@ -1,84 +1,130 @@
-"""Reads train.py's command line and configuration files, and checks what they say."""
+"""Command lines: train.py's hyperparameters and their checks, and the other programs' options."""
+import argparse
 import os
 import runpy
 import sys
-from difflib import get_close_matches as nearest
+from difflib import get_close_matches
 from fractions import Fraction
 
-from model import SYSTEMS
-from prepare import fail
+import torch
+
+from config.terminal import fail
+
+BOUNDS = {  # the smallest and largest value of each hyperparameter
+    "seq_len embedding_dim num_heads attention_window num_draws": (1, 2**20),
+    "effective_batch_size batch_size": (1, 2**20),
+    "eval_rows": (2, 2**20),  # a standard error needs two rows
+    "policy_window": (0, 12),  # the draw keeps 2^w numbers per byte
+    "n_down_layers n_mid_layers n_up_layers": (0, 1000),
+    "training_bytes log_interval eval_interval": (1, 2**63),
+    "warmup_bytes policy_start_bytes seed": (0, 2**63),
+    "gamma": (0, 1),
+    "redrawn": (1e-9, 1),
+    "weight_decay lambda_early policy_learning_rate": (0, 1e99),
+    "learning_rate grad_clip policy_scale policy_softcap": (1e-9, 1e99)}
+CHOICES = {
+    "device": ("auto", "cpu", "cuda", "mps"),
+    "dtype": ("auto", "float32", "bfloat16", "float16")}
+
+
+def argument_parser(usage):
+    """An argparse parser that shows usage as its help, and reports mistakes on one line."""
+    parser = argparse.ArgumentParser(
+        description=usage, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.error = fail
+    return parser
 
 
 def parse(key, value, defaults):
     """A hyperparameter's value, from a flag's text or a file, in the type of its default."""
     if key not in defaults:
-        fail(f"unknown hyperparameter '{key}'; the nearest is '{nearest(key, defaults, 1, 0)[0]}'")
+        nearest = get_close_matches(key, defaults, n=1, cutoff=0)[0]
+        fail(f"unknown hyperparameter '{key}'; did you mean '{nearest}'?")
     kind = type(defaults[key])
     try:
         if kind is bool:
             return {"True": True, "False": False}[str(value)]
-        if kind is str and isinstance(value, str):
-            return os.path.expanduser(value)  # of no effect but on paths
-        text = str(value)  # 6e9 and 1/5 as well; whole numbers exactly
-        number = Fraction(text if "/" in text or text.isdecimal() else float(text))
-        if kind is str or kind is int and number.denominator != 1:
+        if kind is str:
+            return os.path.expanduser(value)  # changes nothing but paths
+        text = str(value)
+        exact = "/" in text or text.isdecimal()  # 1/5, and whole numbers of any size
+        number = Fraction(text if exact else float(text))  # 6e9
+        if kind is int and number.denominator != 1:
             raise ValueError
         return kind(number)
-    except (ValueError, KeyError, ZeroDivisionError, OverflowError):
-        fail(f"{key}={value!r} is no {kind.__name__}; the default is {defaults[key]!r}")
+    except (ValueError, KeyError, TypeError, ZeroDivisionError, OverflowError):
+        fail(f"{key} must be a {kind.__name__}, got {value!r} (default {defaults[key]!r})")
 
 
 def read_file(path):
-    """What a configuration file assigns, but for modules, functions, classes and names with _."""
+    """The hyperparameters that a configuration file assigns."""
+    if not path.endswith(".py"):
+        fail(f"'{path}' is not a .py file; a configuration file assigns hyperparameters: name = 1")
     try:
-        names = runpy.run_path(path) if path.endswith(".py") else {}
+        names = runpy.run_path(path)
     except (Exception, SystemExit) as error:
         fail(f"cannot read the configuration file '{path}': {error}")
-    assigned = {k: v for k, v in names.items() if k[0] != "_" and not hasattr(v, "__name__")}
-    return assigned or fail(f"'{path}' is no .py file that assigns hyperparameters: name = value")
+    # without modules, functions, classes and names that start with _
+    return {k: v for k, v in names.items() if k[0] != "_" and not hasattr(v, "__name__")}
 
 
 def read_command_line(argv, defaults, usage=""):
-    """The hyperparameters that configuration files and flags set, the later over the earlier."""
-    if {"-h", "--help"} & {*argv}:
-        print(f"{usage}\nThe hyperparameters, each with its meaning, are at the top of train.py.")
+    """The hyperparameters set by configuration files and flags. Later ones override earlier ones."""
+    if "-h" in argv or "--help" in argv:
+        print(usage)
         sys.exit()
     chosen = {}
     for argument in argv:
-        key, equals, value = argument.removeprefix("--").partition("=")
-        if argument.startswith("--") and not equals:
-            fail(f"'{argument}' has no value; write {argument}=...")
-        found = {key: value} if argument.startswith("--") else read_file(argument)
-        chosen |= {key: parse(key, value, defaults) for key, value in found.items()}
+        if argument.startswith("--"):
+            key, equals, value = argument[2:].partition("=")
+            if not equals:
+                fail(f"'{argument}' has no value; write {argument}=...")
+            assigned = {key: value}
+        else:
+            assigned = read_file(argument)
+        for key, value in assigned.items():
+            chosen[key] = parse(key, value, defaults)
     return chosen
 
 
-def check(h):
-    """Ends the program for a hyperparameter, or a combination of some, that cannot run."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if not 0 <= rank < world or world > 1 and "MASTER_ADDR" not in os.environ:
-        fail(f"RANK={rank} and WORLD_SIZE={world} are not torchrun's, which sets both; unset them")
-    for low, high, keys in ((1, 2**20, "seq_len embedding_dim num_heads attention_window eval_rows "
-            "num_draws effective_batch_size batch_size"), (0, 12, "policy_window"),  # 2^w a byte
-            (0, 1000, "n_down_layers n_mid_layers n_up_layers"), (0, 1, "gamma"),
-            (1, 2**63, "training_bytes log_interval eval_interval"),
-            (0, 2**63, "warmup_bytes policy_start_bytes seed weight_decay lambda_early"),
-            (0, 1e99, "policy_learning_rate"), (1e-9, 1, "redrawn"),
-            (1e-9, 1e99, "learning_rate grad_clip policy_scale policy_softcap")):
+def check(hp):
+    """Ends the program if a hyperparameter, or a combination of them, cannot work."""
+    for keys, (low, high) in BOUNDS.items():
         for key in keys.split():
-            if not low <= getattr(h, key) <= high:
-                fail(f"{key}={getattr(h, key)} is not within {low} and {high}")
-    if h.embedding_dim % (2 * h.num_heads):
-        fail(f"embedding_dim={h.embedding_dim} is no multiple of 2 * num_heads={2 * h.num_heads}")
-    if h.effective_batch_size % (h.batch_size * world):
-        fail(f"effective_batch_size={h.effective_batch_size} is no multiple of {world} times "
-             f"batch_size={h.batch_size}; change one of the two")
-    if not 0.5 / h.seq_len < h.downsample_rate_target < 1:  # a row has a token
-        fail(f"downsample_rate_target={h.downsample_rate_target} is not within 0.5 / seq_len and 1")
-    if h.boundaries == "learned" and h.num_draws == h.batch_size * world == 1:
-        fail("num_draws=1 compares draws of several rows (eq. 17); take num_draws=2 or more rows")
-    if h.boundaries not in SYSTEMS and not h.boundaries.endswith(".pt"):
-        fail(f"boundaries={h.boundaries!r} is none of {', '.join(SYSTEMS)} (a path)")
-    for key, allowed in ("device", "auto cpu cuda mps"), ("dtype", "auto float32 bfloat16 float16"):
-        if getattr(h, key) not in allowed.split():
-            fail(f"{key}={getattr(h, key)!r} is none of {allowed}")
+            value = getattr(hp, key)
+            if not low <= value <= high:
+                fail(f"{key}={value} must be between {low} and {high}")
+    for key, choices in CHOICES.items():
+        value = getattr(hp, key)
+        if value not in choices:
+            fail(f"{key}={value!r} must be one of {', '.join(choices)}")
+    if hp.embedding_dim % (2 * hp.num_heads):
+        fail(f"embedding_dim={hp.embedding_dim} must be a multiple of 2 * num_heads, "
+             f"{2 * hp.num_heads}")
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if hp.effective_batch_size % (hp.batch_size * world):
+        fail(f"effective_batch_size={hp.effective_batch_size} must be a multiple of batch_size="
+             f"{hp.batch_size} times the number of processes, {world}")
+    if not 0.5 / hp.seq_len < hp.downsample_rate_target < 1:  # every row has a token
+        fail(f"downsample_rate_target={hp.downsample_rate_target} must be between 0.5 / seq_len "
+             "and 1")
+    if hp.boundaries == "learned" and hp.num_draws * hp.batch_size * world == 1:
+        fail("num_draws=1 needs several rows to compare (eq. 17); increase num_draws or batch_size")
+    if hp.early_exit and hp.lambda_early == 0:
+        fail("early_exit=True needs lambda_early above 0, or its baseline is never trained")
+
+
+def device_and_dtype(device, dtype):
+    """The device type and the dtype that "auto" stands for. Ends the program without the device."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
+                 "cpu": True}
+    if device == "auto":
+        device = next(kind for kind in available if available[kind])
+    if not available[device]:
+        fail(f"device={device!r}, but torch finds none on this machine; use another --device")
+    if dtype == "auto" and device == "cuda":
+        dtype = "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"  # T4
+    elif dtype == "auto":
+        fast = device == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16")
+        dtype = "bfloat16" if fast else "float32"
+    return device, dtype

@@ -11,7 +11,7 @@ def matrices(model):
     """Parameters of trained matrices before, in and after the middle, without the embedding."""
     def count(*modules):
         parameters = (p for module in modules for p in module.parameters())
-        return sum(p.numel() for p in parameters if p.dim() == 2 and p.requires_grad)
+        return sum(p.numel() for p in parameters if p.dim() == 2)
 
     middle, after = count(model.middle), count(model.up, model.head)
     return count(model) - middle - after - count(model.embedding), middle, after
