@@ -65,7 +65,10 @@ def read_file(path):
     except (Exception, SystemExit) as error:
         fail(f"cannot read the configuration file '{path}': {error}")
     # without modules, functions, classes and names that start with _
-    return {k: v for k, v in names.items() if k[0] != "_" and not hasattr(v, "__name__")}
+    assigned = {k: v for k, v in names.items() if k[0] != "_" and not hasattr(v, "__name__")}
+    if not assigned:
+        fail(f"'{path}' assigns no hyperparameters; write name = value")
+    return assigned
 
 
 def read_command_line(argv, defaults, usage=""):
