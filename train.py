@@ -230,9 +230,7 @@ def main(argv):
     world = int(os.environ.get("WORLD_SIZE", 1))
 
     # ---- hyperparameters
-    _, _, below = Path(__file__).read_text().partition("# ---- Hyperparameters.")
-    usage = __doc__ + below.partition("\nDEFAULTS")[0]
-    chosen = read_command_line(argv, DEFAULTS, usage)
+    chosen = read_command_line(argv, DEFAULTS, __file__)
     checkpoint = Path(chosen.get("out_dir", out_dir), "ckpt.pt")
     log_file = checkpoint.with_name("log.jsonl")
     resuming = chosen.get("resume", resume)
