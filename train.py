@@ -321,6 +321,7 @@ def main(argv):
     step = first_step = logged_step = saved.get("step", 0)
     rows_seen = saved.get("rows_seen", 0)
     seconds = 0.0  # of training since the last log line
+    early = [hp.eval_interval // n for n in (2, 4, 8)]  # when boundaries form; evaluate here too
     if rank == 0:
         log = log_file.open("a", buffering=1)
         log.truncate(min(log.tell(), saved.get("log_bytes", 0)))  # drop lines after the checkpoint
@@ -334,7 +335,8 @@ def main(argv):
         finished = bytes_seen >= hp.training_bytes
         stopping = torch.tensor(float(len(stop_signals)), device=device)
         stopping = mean_over_processes(stopping).item() > 0
-        evaluating = (step % hp.eval_interval == 0 or finished) and (step > first_step or not saved)
+        evaluating = step % hp.eval_interval == 0 or finished or step in early
+        evaluating = evaluating and (step > first_step or not saved)
         if rank == 0 and evaluating:
             R = math.ceil(hp.redrawn * hp.batch_size)  # as a second draw, whose graph it reuses
             metrics, shown = evaluate(model, val_shards, hp.eval_rows, R, autocast)

@@ -154,6 +154,40 @@ def test_a_scored_file_is_shown_unchanged_but_for_the_marks(trained, tmp_path, c
     assert f"{len(text)} bytes, " in out
 
 
+@pytest.mark.parametrize("text", [b"def main(argv):\n" * 4, "né € x".encode(), b"a\xff\xc3", b""])
+def test_the_tokens_of_a_text_are_its_bytes_cut_at_the_boundaries(text):
+    model = small_model(seq_len=16).eval()
+    torch.manual_seed(3)
+    expected, token = [], b""
+    for byte, a, p, _ in sample.scored(model, text):
+        token += bytes([byte])
+        if a:
+            expected.append((token.decode(errors="backslashreplace"), p))
+            token = b""
+    if token:
+        expected.append((token.decode(errors="backslashreplace"), p))
+    torch.manual_seed(3)
+    assert list(sample.tokens(model, text)) == expected
+    for byte, a, p, _ in sample.scored(model, text, deterministic=True):
+        assert a == (p > 0.5)
+
+
+def test_readmes_python_example_runs_as_written(trained, monkeypatch, capsys):
+    readme = (ROOT / "README.md").read_text()
+    example = readme[readme.index("from sample import") :].partition("```")[0]
+    monkeypatch.chdir(trained.parent)
+    exec(example.replace('"out"', f'"{trained}"'))
+    assert len(capsys.readouterr().out.splitlines()) > 2
+
+
+@pytest.mark.parametrize("how", ["stdin", "text"])
+def test_a_text_can_come_from_stdin_or_the_command_line(how, trained):
+    flags = {"stdin": ["--score=-"], "text": ["--text=naïve fox"]}[how]
+    command = [sys.executable, ROOT / "sample.py", f"--out_dir={trained}", *flags]
+    done = subprocess.run(command, input="naïve fox", capture_output=True, text=True)
+    assert done.stdout.replace(MARK, "").startswith("naïve fox\n---")
+
+
 def test_a_reader_that_has_seen_enough_gets_no_traceback(trained):
     command = [sys.executable, ROOT / "sample.py", f"--out_dir={trained}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -166,7 +200,7 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(trained):
     (["--out_dir=no/such"], "there is no checkpoint no/such/ckpt.pt"),
     (["--out_dir={tmp}"], "is damaged, or not a checkpoint"),
     (["--out_dir={trained}", "--score=no/such"], "no/such"),
-    (["--out_dir={trained}", "--score={tmp}/empty"], "is an empty file"),
+    (["--out_dir={trained}", "--score={tmp}/empty"], "is empty; give a text"),
     (["--temperature=-1"], "-1"),
     (["--out_dir={trained}", "--device=nonsense"], "nonsense"),
     (["--out_dir={trained}", "--device=mps"], "device='mps', but torch finds none"),
