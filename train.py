@@ -315,7 +315,8 @@ def main(argv):
     if saved:
         new_groups = optimizer.state_dict()["param_groups"]  # flags may have changed them
         optimizer.load_state_dict(saved["optimizer"] | {"param_groups": new_groups})
-        scaler.load_state_dict(saved["scaler"])
+        if saved["scaler"]:  # it was float16 before
+            scaler.load_state_dict(saved["scaler"])
 
     # ---- loop
     step = first_step = logged_step = saved.get("step", 0)
