@@ -208,6 +208,7 @@ def evaluate(model, shards, eval_rows, batch_size, autocast):
 # ---- The program. hp holds the hyperparameters above, after configuration files and flags.
 def compile_model(model, **options):
     """Compiles the parts of the model in place. Layers of one kind share their compiled code."""
+    torch._dynamo.config.specialize_float = True  # soft-caps become constants in dynamic graphs
     for block in (*model.down, *model.up):
         block.compile(dynamic=False, **options)
     for block in model.middle:
@@ -286,6 +287,13 @@ def main(argv):
         val_shards = prepare.open_shards(hp.data, "val", hp.seq_len)
     except ValueError as error:
         fail(error)
+    if world > 1:
+        mine = saved.get("step"), Path(hp.data, "meta.json").read_bytes()
+        everyones = [None] * world
+        dist.all_gather_object(everyones, mine)
+        if everyones.count(mine) < world:
+            fail("the processes see different checkpoints or data; with several nodes, put out_dir "
+                 "and data on a disk that all of them share")
 
     # ---- model
     if saved:

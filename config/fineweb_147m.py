@@ -30,3 +30,4 @@ warmup_bytes = 450_000_000
 policy_start_bytes = 0
 training_bytes = 6_000_000_000
 log_interval = 10
+eval_interval = 1000

@@ -1,8 +1,10 @@
 """train.py: the loop, data order, evaluation, and stopping and resuming."""
 import json
 import math
+import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -483,6 +485,43 @@ def test_a_damaged_or_malicious_checkpoint_is_refused(trained, tmp_path, capsys)
     torch.save({"model": {}}, path)
     assert "is not a checkpoint of train.py" in refused(
         capsys, f"--out_dir={tmp_path}", "--resume=True")
+
+
+def test_processes_that_see_different_data_end_in_one_line(data, tmp_path):
+    """As on two nodes without a shared disk."""
+    other = shutil.copytree(data, tmp_path / "data")
+    with open(other / "meta.json", "a") as file:
+        file.write("\n")
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank, folder in enumerate([data, other]):
+        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
+                            "MASTER_PORT": str(port)}
+        command = [sys.executable, ROOT / "train.py", *TINY, f"--data={folder}", "--batch_size=2",
+                   f"--out_dir={tmp_path}/{rank}"]
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE))
+    for process in processes:
+        _, error = process.communicate()
+        assert process.returncode == 2
+        assert b"train.py: the processes see different checkpoints or data" in error
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_one_process_of_several_stops_all_with_a_checkpoint(how, data, tmp_path):
+    command = [*TORCHRUN, "--nproc_per_node=2", ROOT / "train.py", *TINY, f"--data={data}", NEVER,
+               f"--out_dir={tmp_path}", "--batch_size=2", "--training_bytes=1e9"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step 2 "):
+            children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True)
+            os.kill(int(children.stdout.split()[-1]), how)
+            break
+    rest = process.stdout.read()
+    assert process.wait() == 0
+    step = torch.load(tmp_path / "ckpt.pt")["step"]
+    assert f"stopped after step {step}; continue with --resume=True" in rest
 
 
 def test_a_finished_run_is_not_overwritten(trained, data, capsys):
