@@ -91,7 +91,7 @@ def find_files(options, out_dir):
     if options["dataset"] == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         found = {str(path) for path in root.rglob("*.py")
-                 if not path.is_symlink() and "-packages" not in str(path.relative_to(root))}
+                 if not path.is_symlink() and "-packages" not in str(path)}  # site-packages
     else:
         found = set()
         for name in options["input"]:
@@ -112,11 +112,9 @@ def open_hf(options):
     modification times of local files.
     """
     import datasets  # here because it takes seconds
-    import huggingface_hub
     from pyarrow.dataset import ParquetFragmentScanOptions
 
     datasets.disable_progress_bars()
-    huggingface_hub.logging.set_verbosity_error()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported below
     datasets.logging.get_logger("datasets.utils.file_utils").setLevel("WARNING")  # retries
     path = options["hf_path"]
@@ -140,9 +138,10 @@ def read_hf(dataset, state):
         if bookmark:
             dataset.load_state_dict(bookmark)
         for example in dataset:
-            if column not in example:
-                fail(f"--text_column={column} does not exist; the columns are {[*example]}")
-            yield (example[column] or "").encode(), bookmark
+            text = example.get(column, 0)  # None is an empty text
+            if not isinstance(text, str | None):
+                fail(f"--text_column={column} is not a column of text; there are {[*example]}")
+            yield (text or "").encode(), bookmark
             bookmark = dataset.state_dict()
     except Exception as error:
         fail(f"cannot read on: {error}; run the same command again to continue")
@@ -167,7 +166,7 @@ def lock(folder):
 def write_json(path, state):
     """Writes the state to a file, completely or not at all."""
     part = Path(f"{path}.part")
-    part.write_text(json.dumps(state, indent=1) + "\n")
+    part.write_text(json.dumps(state, indent=1))
     os.replace(part, path)
 
 
@@ -187,54 +186,57 @@ def write_documents(documents, folder, state):
     """Writes the rows of the documents, up to max_bytes, and the state about once per shard.
 
     A document goes to val if its 64-bit hash, divided by 2**64, is below val_fraction. But if a
-    split is still empty, the last document with rows goes there; if there is only one, the share
+    split is still empty, the last document with rows goes there. If there is only one, the share
     val_fraction at its end goes to val.
     """
     options = state["options"]
     seq_len = options["seq_len"]
-    limit = options.get("max_bytes", sys.maxsize) // seq_len * seq_len
+    limit = options.get("max_bytes", sys.maxsize)
     most = limit if options["split_documents"] else seq_len
     total = saved = state["train"]["bytes"] + state["val"]["bytes"]
-    bar = tqdm(total=options.get("max_bytes"), initial=total, unit="B", unit_scale=True,
-               disable=None)  # None: no bar if stderr is not a terminal
-    split, rows = "train", b""  # of the latest document; written when another one follows
-    for document, bookmark in documents:
-        size = min(len(document) // seq_len * seq_len, most, limit - total)
-        if size:
-            append(folder, split, state, rows)
-            if total - saved >= options["shard_bytes"]:
-                saved = total
-                state["bookmark"] = bookmark
-                write_json(folder / "progress.json", state)
-            number = int(hashlib.blake2b(document, digest_size=8).hexdigest(), 16)
-            split = "val" if number < options["val_fraction"] * 2**64 else "train"
-            rows = document[:size]
-        total += size
-        bar.update(size)
-        state["left_out_bytes"] += len(document) - size
-        if total >= limit:
-            break
-    bar.close()
-    empty = [split for split in SPLITS if not state[split]["bytes"]]
+    split = "train"
+    rows = b""  # of the latest document; written when another one follows
+    with tqdm(total=options.get("max_bytes"), initial=total, unit="B", unit_scale=True,
+              disable=None) as bar:  # None: no bar if stderr is not a terminal
+        for document, bookmark in documents:
+            size = min(len(document), most, limit - total) // seq_len * seq_len
+            if size:
+                append(folder, split, state, rows)
+                if total - saved >= options["shard_bytes"]:
+                    saved = total
+                    state["bookmark"] = bookmark
+                    write_json(folder / "progress.json", state)
+                number = int(hashlib.blake2b(document, digest_size=8).hexdigest(), 16)
+                split = "val" if number < options["val_fraction"] * 2**64 else "train"
+                rows = document[:size]
+            total += size
+            bar.update(size)
+            state["left_out_bytes"] += len(document) - size
+            if limit - total < seq_len:
+                break
+
+    empty = [name for name in SPLITS if not state[name]["bytes"]]
     if len(empty) == 2:
         val_rows = max(int(len(rows) // seq_len * options["val_fraction"]), 1)
         start = len(rows) - val_rows * seq_len
         append(folder, "train", state, rows[:start])
         append(folder, "val", state, rows[start:])
     else:
-        append(folder, *empty or [split], state, rows)
+        if empty:
+            split = empty[0]
+        append(folder, split, state, rows)
 
 
 # --------------------------------------------------------------------------------------------------
 # The program
 
 
-def positive_number(text):
+def whole_number(text):
     """Parses a positive whole number, which may be written as 6e9."""
-    number = int(float(text))
-    if number < 1:
+    number = float(text)
+    if number < 1 or number % 1:
         raise ValueError
-    return number
+    return int(number)
 
 
 def parse(argv):
@@ -250,15 +252,16 @@ def parse(argv):
     add("--split", help="split of a Hugging Face dataset (train)")
     add("--text_column", help="column that holds the documents (text)")
     add("--out_dir", help="folder of the shards (data/<dataset>)")
-    add("--seq_len", type=positive_number, default=4096, help="bytes per row (%(default)s)")
+    add("--seq_len", type=whole_number, default=4096, help="bytes per row (%(default)s)")
     add("--split_documents", action=argparse.BooleanOptionalAction,
         help="use all rows of a document (default for stdlib and files) or only its first")
     add("--val_fraction", type=float, default=0.02, help="share of the documents (%(default)s)")
-    add("--max_bytes", type=positive_number, help="stop after this many bytes of rows, e.g. 6e9")
-    add("--shard_bytes", type=positive_number, default=10**8, help="size of a shard (%(default)s)")
+    add("--max_bytes", type=whole_number, help="stop after this many bytes of rows, e.g. 6e9")
+    add("--shard_bytes", type=whole_number, default=10**8, help="size of a shard (%(default)s)")
     options = vars(parser.parse_args(argv))
 
-    dataset, seq_len = options["dataset"], options["seq_len"]
+    dataset = options["dataset"]
+    seq_len = options["seq_len"]
     for option, needed in ("input", "files"), ("hf_path", "hf"):
         if (option in options) != (dataset == needed):
             fail(f"--{option} and --dataset={needed} need each other")
@@ -275,7 +278,8 @@ def prepare(out_dir, options):
     """Makes the set in out_dir, or continues where an earlier run stopped."""
     if not lock(out_dir):
         fail(f"another prepare.py is writing {out_dir}; wait for it or give another --out_dir")
-    meta, progress = out_dir / "meta.json", out_dir / "progress.json"
+    meta = out_dir / "meta.json"
+    progress = out_dir / "progress.json"
     state = {"options": options, "train": {"bytes": 0}, "val": {"bytes": 0}, "left_out_bytes": 0,
              "bookmark": 0}
     for path in progress, meta:
