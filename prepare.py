@@ -51,10 +51,9 @@ def open_shards(folder, split, seq_len):
     if not meta.exists():
         raise ValueError(f"no {meta}; make the data first: python prepare.py --help")
     state = json.loads(meta.read_text())
-    row_length = state["options"]["seq_len"]
-    if row_length % seq_len:
-        raise ValueError(f"seq_len={seq_len} does not divide the {row_length} bytes of a row in "
-                         f"{folder}")
+    if state["options"]["seq_len"] % seq_len:
+        raise ValueError(f"seq_len={seq_len} does not divide the {state['options']['seq_len']} "
+                         f"bytes of a row in {folder}")
     return map_shards(folder, split, state, seq_len)
 
 
@@ -89,9 +88,8 @@ def read_rows(shards, numbers):
 def find_files(options, out_dir):
     """Returns the sorted paths of the files of --dataset=stdlib or files, without empty ones."""
     if options["dataset"] == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        found = {str(path) for path in root.rglob("*.py")
-                 if not path.is_symlink() and "-packages" not in str(path)}  # site-packages
+        found = {str(path) for path in Path(sysconfig.get_path("stdlib")).rglob("*.py")
+                 if not path.is_symlink() and "-packages" not in str(path)}  # no site-packages
     else:
         found = set()
         for name in options["input"]:
@@ -122,9 +120,11 @@ def open_hf(options):
     try:
         builder = datasets.load_dataset_builder(
             kind or path, options.get("hf_name"), data_files=path if kind else None)
-        # otherwise pyarrow keeps in memory what it has read of a Parquet file
+        # otherwise pyarrow holds as much of a Parquet file as it has read
         builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
         dataset = builder.as_streaming_dataset(options["split"])
+        if os.path.exists(path):  # a disk is fast, and pyarrow reads up to 1 GB ahead
+            dataset = dataset.reshard()  # but not beyond a row group
     except Exception as error:  # datasets and the libraries below it have dozens of types
         fail(f"cannot open --hf_path={path} --split={options['split']}: {error}")
     return dataset, f"{builder.config_id} {builder.hash}"
@@ -138,13 +138,12 @@ def read_hf(dataset, state):
         if bookmark:
             dataset.load_state_dict(bookmark)
         for example in dataset:
-            text = example.get(column, 0)  # None is an empty text
-            if not isinstance(text, str | None):
-                fail(f"--text_column={column} is not a column of text; there are {[*example]}")
-            yield (text or "").encode(), bookmark
+            if column not in example:
+                fail(f"--text_column={column} does not exist; the columns are {[*example]}")
+            yield (example[column] or "").encode(), bookmark
             bookmark = dataset.state_dict()
     except Exception as error:
-        fail(f"cannot read on: {error}; run the same command again to continue")
+        fail(f"cannot read --text_column={column}: {error}; run the same command again to continue")
 
 
 # --------------------------------------------------------------------------------------------------
