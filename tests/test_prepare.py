@@ -37,7 +37,7 @@ def documents(tmp_path):
 def small(tmp_path, *more):
     """Arguments for a set of many shards."""
     return ["--dataset=files", f"--input={tmp_path}/in", f"--out_dir={tmp_path}/out",
-            "--seq_len=100", "--val_fraction=0.3", "--shard_bytes=700", *more]
+            "--seq_len=100", "--val_fraction=0.3", "--shard_bytes=799", *more]
 
 
 def is_val(document, val_fraction):
@@ -155,8 +155,9 @@ def test_overlapping_inputs_give_each_file_once_and_never_our_own_shards(
         documents, tmp_path, capsys, monkeypatch):
     (tmp_path / "in/link").symlink_to("01/008")
     (tmp_path / "in/[x]").write_bytes(b"y" * 100)
-    arguments = small(tmp_path, f"--input={tmp_path}/in/[x]", f"--input={tmp_path}/i*/**/0*",
-                      f"--out_dir={tmp_path}/in/out")
+    arguments = small(tmp_path / "in")  # its shards go to in/out
+    arguments[1] = f"--input={tmp_path}/**/*0??*"
+    arguments += ["--input", f"{tmp_path}/in/02", f"{tmp_path}/in/[x]", f"{tmp_path}/in/link"]
     interrupt(capsys, monkeypatch, arguments)
     prepare.main(arguments)
     assert held(tmp_path / "in/out") == oracle([*documents, b"y" * 100])
@@ -335,6 +336,7 @@ def test_missing_or_short_shards_are_an_error(damage, documents, tmp_path, capsy
     ("{files} --max_bytes=many", "'many'"),
     ("{files} --shard_bytes=inf", "'inf'"),
     ("{files} --seq_len=1.5", "'1.5'"),
+    ("{files} --seq_len=0", "'0'"),
     ("{files} --val_fraction=2", "--val_fraction=2.0 must lie between"),
 ])
 def test_a_mistake_is_one_line_and_does_not_block_the_folder(
@@ -346,7 +348,9 @@ def test_a_mistake_is_one_line_and_does_not_block_the_folder(
     prepare.main(small(tmp_path))
 
 
-def test_the_program_ends_with_the_right_code_and_all_its_output(documents, tmp_path):
+def test_the_program_ends_with_the_right_code_and_all_its_output(
+        documents, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     output, _ = run("prepare.py", *small(tmp_path))
     assert "bytes for training" in output
     _, errors = run("prepare.py", "--seq_len=a\tb", code=2)
