@@ -108,12 +108,13 @@ def train_to_end(flags, out_dir):
 def read_run(system, seed, out_dir):
     """A run's evaluations: a list of dictionaries, empty if it has not got that far.
 
-    Adds the FLOPs and the seconds of training that led to each, at the run's median speed.
+    Adds the FLOPs of training that led to each, and the seconds, at the run's median speed.
     """
     if not (out_dir / "ckpt.pt").exists():
         return []
     model, saved = load_checkpoint(out_dir / "ckpt.pt")
     hp = SimpleNamespace(**saved["config"])
+    parameters = sum(p.numel() for p in model.parameters())
     draws = hp.num_draws if hp.boundaries == "learned" else 1
     lines = (out_dir / "log.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
@@ -133,10 +134,10 @@ def read_run(system, seed, out_dir):
         paper_flops += new_bytes * paper_flops_per_byte(model, step["rate"], draws)
         if "val_bpb" in record and record["bytes"]:
             del record["line"]  # the printed text
-            costs = {
+            new_keys = {
                 "flops": flops, "paper_flops": paper_flops, "seconds": record["bytes"] / speed,
-                "training_bytes": hp.training_bytes}
-            evaluations.append({"system": system, "seed": seed, **costs, **record})
+                "training_bytes": hp.training_bytes, "parameters": parameters}
+            evaluations.append({"system": system, "seed": seed, **new_keys, **record})
     return evaluations
 
 

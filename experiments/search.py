@@ -22,7 +22,7 @@ from experiments import compare
 from experiments.compare import RESULTS, table
 from experiments.measures import executed_flops
 from experiments.systems import Fixed
-from model import config_of, load_checkpoint, make_model
+from model import config_of, make_model
 from prepare import open_shards
 
 
@@ -51,21 +51,15 @@ def expected_flops_per_byte(hp):
 
 
 def read_finished(results):
-    """One record per finished run in the folder."""
+    """The last evaluation of each finished run in the folder, with its budget and shape."""
     records = []
     for path in results.glob("runs/*/*/*/ckpt.pt"):
         budget, shape, name = path.parts[-4:-1]
         system, seed = name.rsplit("-", 1)
         evaluations = compare.read_run(system, int(seed), path.parent)
-        if not evaluations or evaluations[-1]["bytes"] < evaluations[-1]["training_bytes"]:
-            continue
-        model, _ = load_checkpoint(path)
-        record = {
-            "budget": float(budget), "shape": shape, "system": system, "seed": int(seed),
-            "parameters": sum(p.numel() for p in model.parameters())}
-        for key in ("bytes", "val_bpb", "val_rate", "ends_between", "flops", "seconds"):
-            record[key] = evaluations[-1][key]
-        records.append(record)
+        if evaluations and evaluations[-1]["bytes"] >= evaluations[-1]["training_bytes"]:
+            record = {"budget": float(budget), "shape": shape}
+            records.append(record | evaluations[-1])
     keys = "budget", "parameters", "shape", "system", "seed"
     return sorted(records, key=lambda record: [record[key] for key in keys])
 
