@@ -132,6 +132,8 @@ class Attention(nn.Module):
         M = q.size(2)
         if torch.compiler.is_compiling():
             torch._check(M % TOKEN_MULTIPLE == 0)  # lets a GPU load several scores at once
+            if M <= 1024:
+                torch._check(M <= 1024)  # lets the softmax keep a row of scores in registers
         i = torch.arange(M, device=q.device)
         return softcapped_attention(q, k, v, i <= i[:, None])
 

@@ -2,10 +2,15 @@
 Generates text with a trained model and shows where its tokens end.
 
     python sample.py --start="def main" --num_samples=3 --temperature=0.8 --top_k=50
-    python sample.py --score=FILE                shows the boundaries of given text instead
+    python sample.py --score=FILE                  shows the boundaries of a file, or of stdin: -
+    python sample.py --text="def main(argv):"      shows the boundaries of this text
 
 A mark │ stands where a token ends. On a terminal the colour is the policy's probability of a
-boundary after that character: blue is low, yellow is high.
+boundary after that character: blue is low, yellow is high. In Python:
+
+    from sample import load, tokens
+    for text, p in tokens(load("out"), "def main(argv):"):
+        print(repr(text), p)  # a token, and the probability that it ends there
 """
 import math
 import os
@@ -131,17 +136,41 @@ def generate_without_cache(model, x, max_new_bytes, temperature, top_k):
 
 
 @torch.no_grad()
-def scored(model, text):
-    """Yields (byte, a, p, nats) for the bytes of a text, read in rows as long as in training."""
+def scored(model, text, deterministic=False):
+    """Yields (byte, a, p, nats) for the bytes of a text, read in rows as long as in training.
+
+    Boundaries are drawn, or with deterministic=True they are where p > 1/2.
+    """
     device = model.embedding.weight.device
     for start in range(0, len(text), model.config.seq_len):
         row = text[start : start + model.config.seq_len]
         y = torch.tensor([[*row, BOS]], device=device)  # the last target does not matter
         x = F.pad(y[:, :-1], (1, 0), value=BOS)
         u = torch.rand(1, *x.shape).to(device)
+        if deterministic:
+            u.fill_(0.5)
         logp, _, l, a = model(x, y, u)
         nats = -logp[0, 0, :-1]
         yield from zip(row, a[0, 0, 1:].tolist(), l[0, 0, 1:].sigmoid().tolist(), nats.tolist())
+
+
+def load(out_dir="out"):
+    """The model, of any system, that train.py left in a folder; in evaluation mode on the CPU."""
+    model, _ = load_checkpoint(Path(out_dir).expanduser() / "ckpt.pt")
+    return model
+
+
+def tokens(model, text, deterministic=False):
+    """Yields the tokens of a text, a str or bytes, with the probability p that they end there.
+
+    A token's bytes that are not UTF-8 by themselves, as in half a character, read \\xc3.
+    """
+    text = text if isinstance(text, bytes) else text.encode()
+    start = 0
+    for i, (_, a, p, _) in enumerate(scored(model, text, deterministic), 1):
+        if a or i == len(text):
+            yield text[start:i].decode(errors="backslashreplace"), p
+            start = i
 
 
 def main(argv=None):
@@ -149,7 +178,9 @@ def main(argv=None):
     add = parser.add_argument
     add("--out_dir", default="out", help="folder where train.py left ckpt.pt (%(default)s)")
     add("--start", default="", help="the text to continue")
-    add("--score", metavar="FILE", help="show the boundaries of this text instead")
+    add("--score", metavar="FILE", help="show the boundaries of this file, or of stdin: -")
+    add("--text", help="show the boundaries of this text")
+    add("--deterministic", action="store_true", help="in given text, a token ends where p > 1/2")
     add("--num_samples", type=int, default=1, help="texts to generate (%(default)s)")
     add("--max_new_bytes", type=int, default=300, help="length of each text (%(default)s)")
     add("--temperature", type=float, default=0.8,
@@ -164,32 +195,36 @@ def main(argv=None):
     if not 0 <= options.temperature < math.inf:
         fail(f"--temperature={options.temperature} must be at least 0")
     device, _ = device_and_dtype(options.device, "float32")
+    text = os.fsencode(options.text or "")
     try:
-        model, _ = load_checkpoint(Path(options.out_dir).expanduser() / "ckpt.pt")
-        text = Path(options.score).expanduser().read_bytes() if options.score else None
+        model = load(options.out_dir)
+        if options.score == "-":
+            text = sys.stdin.buffer.read()
+        elif options.score:
+            text = Path(options.score).expanduser().read_bytes()
     except (OSError, ValueError) as error:
         fail(error)
-    if text == b"":
-        fail(f"--score={options.score} is an empty file")
+    if options.score and not text:
+        fail(f"--score={options.score} is empty; give a text")
 
     torch.manual_seed(options.seed)
     model.to(device)
     prompt = torch.tensor([[BOS, *os.fsencode(options.start)]], device=device)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     started = time.perf_counter()
-    count = tokens = nats = 0
+    n = ends = nats = 0
 
     def counted(stream):
-        nonlocal count, tokens, nats
+        nonlocal n, ends, nats
         for byte, a, p, byte_nats in stream:
-            count += 1
-            tokens += bool(a)
+            n += 1
+            ends += bool(a)
             nats += float(byte_nats)
             yield int(byte), bool(a), float(p)
 
-    for _ in range(1 if options.score else options.num_samples):
-        if options.score:
-            stream = scored(model, text)
+    for _ in range(1 if text else options.num_samples):
+        if text:
+            stream = scored(model, text, options.deterministic)
         else:
             stream = generate(
                 model, prompt, options.max_new_bytes, options.temperature, options.top_k)
@@ -197,8 +232,8 @@ def main(argv=None):
             print(piece, end="", flush=True)
         print("\n" + "-" * 80)
     seconds = time.perf_counter() - started
-    print(f"{count} bytes, {tokens} tokens, {count / max(tokens, 1):.2f} bytes per token, "
-          f"{nats / math.log(2) / count:.3f} bits per byte, {count / seconds:.0f} bytes per second")
+    print(f"{n} bytes, {ends} tokens, {n / max(ends, 1):.2f} bytes per token, "
+          f"{nats / math.log(2) / n:.3f} bits per byte, {n / seconds:.0f} bytes per second")
 
 
 if __name__ == "__main__":

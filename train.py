@@ -208,6 +208,7 @@ def evaluate(model, shards, eval_rows, batch_size, autocast):
 # ---- The program. hp holds the hyperparameters above, after configuration files and flags.
 def compile_model(model, **options):
     """Compiles the parts of the model in place. Layers of one kind share their compiled code."""
+    torch._dynamo.config.specialize_float = True  # soft-caps become constants in dynamic graphs
     for block in (*model.down, *model.up):
         block.compile(dynamic=False, **options)
     for block in model.middle:
@@ -230,9 +231,7 @@ def main(argv):
     world = int(os.environ.get("WORLD_SIZE", 1))
 
     # ---- hyperparameters
-    _, _, below = Path(__file__).read_text().partition("# ---- Hyperparameters.")
-    usage = __doc__ + below.partition("\nDEFAULTS")[0]
-    chosen = read_command_line(argv, DEFAULTS, usage)
+    chosen = read_command_line(argv, DEFAULTS, __file__)
     checkpoint = Path(chosen.get("out_dir", out_dir), "ckpt.pt")
     log_file = checkpoint.with_name("log.jsonl")
     resuming = chosen.get("resume", resume)
@@ -288,6 +287,13 @@ def main(argv):
         val_shards = prepare.open_shards(hp.data, "val", hp.seq_len)
     except ValueError as error:
         fail(error)
+    if world > 1:
+        mine = saved.get("step"), Path(hp.data, "meta.json").read_bytes()
+        everyones = [None] * world
+        dist.all_gather_object(everyones, mine)
+        if everyones.count(mine) < world:
+            fail("the processes see different checkpoints or data; with several nodes, put out_dir "
+                 "and data on a disk that all of them share")
 
     # ---- model
     if saved:
@@ -317,12 +323,14 @@ def main(argv):
     if saved:
         new_groups = optimizer.state_dict()["param_groups"]  # flags may have changed them
         optimizer.load_state_dict(saved["optimizer"] | {"param_groups": new_groups})
-        scaler.load_state_dict(saved["scaler"])
+        if saved["scaler"]:  # it was float16 before
+            scaler.load_state_dict(saved["scaler"])
 
     # ---- loop
     step = first_step = logged_step = saved.get("step", 0)
     rows_seen = saved.get("rows_seen", 0)
     seconds = 0.0  # of training since the last log line
+    early = [hp.eval_interval // n for n in (2, 4, 8)]  # when boundaries form; evaluate here too
     if rank == 0:
         log = log_file.open("a", buffering=1)
         log.truncate(min(log.tell(), saved.get("log_bytes", 0)))  # drop lines after the checkpoint
@@ -336,7 +344,8 @@ def main(argv):
         finished = bytes_seen >= hp.training_bytes
         stopping = torch.tensor(float(len(stop_signals)), device=device)
         stopping = mean_over_processes(stopping).item() > 0
-        evaluating = (step % hp.eval_interval == 0 or finished) and (step > first_step or not saved)
+        evaluating = step % hp.eval_interval == 0 or finished or step in early
+        evaluating = evaluating and (step > first_step or not saved)
         if rank == 0 and evaluating:
             R = math.ceil(hp.redrawn * hp.batch_size)  # as a second draw, whose graph it reuses
             metrics, shown = evaluate(model, val_shards, hp.eval_rows, R, autocast)

@@ -1,27 +1,20 @@
 """Command lines: train.py's hyperparameters and their checks, and the other programs' options."""
 import argparse
+import math
 import os
 import runpy
 import sys
 from difflib import get_close_matches
 from fractions import Fraction
+from pathlib import Path
 
 import torch
 
 from config.terminal import fail
 
-BOUNDS = {  # the smallest and largest value of each hyperparameter
-    "seq_len embedding_dim num_heads attention_window num_draws": (1, 2**20),
-    "effective_batch_size batch_size": (1, 2**20),
-    "eval_rows": (2, 2**20),  # a standard error needs two rows
-    "policy_window": (0, 12),  # the draw keeps 2^w numbers per byte
-    "n_down_layers n_mid_layers n_up_layers": (0, 1000),
-    "training_bytes log_interval eval_interval": (1, 2**63),
-    "warmup_bytes policy_start_bytes seed": (0, 2**63),
-    "gamma": (0, 1),
-    "redrawn": (1e-9, 1),
-    "weight_decay lambda_early policy_learning_rate": (0, 1e99),
-    "learning_rate grad_clip policy_scale policy_softcap": (1e-9, 1e99)}
+MAY_BE_ZERO = """policy_window gamma n_down_layers n_mid_layers n_up_layers warmup_bytes seed
+    policy_start_bytes policy_learning_rate weight_decay lambda_pi lambda_target lambda_early"""
+MAXIMA = {"gamma": 1, "redrawn": 1, "policy_window": 12}  # the draw keeps 2^policy_window numbers
 CHOICES = {
     "device": ("auto", "cpu", "cuda", "mps"),
     "dtype": ("auto", "float32", "bfloat16", "float16")}
@@ -65,13 +58,21 @@ def read_file(path):
     except (Exception, SystemExit) as error:
         fail(f"cannot read the configuration file '{path}': {error}")
     # without modules, functions, classes and names that start with _
-    return {k: v for k, v in names.items() if k[0] != "_" and not hasattr(v, "__name__")}
+    assigned = {k: v for k, v in names.items() if k[0] != "_" and not hasattr(v, "__name__")}
+    if not assigned:
+        fail(f"'{path}' assigns no hyperparameters; write name = value")
+    return assigned
 
 
-def read_command_line(argv, defaults, usage=""):
-    """The hyperparameters set by configuration files and flags. Later ones override earlier ones."""
+def read_command_line(argv, defaults, program=None):
+    """The hyperparameters set by configuration files and flags; later ones override earlier ones.
+
+    --help prints the docstring and the hyperparameters of the program's source file.
+    """
     if "-h" in argv or "--help" in argv:
-        print(usage)
+        source = Path(program).read_text()
+        usage, _, rest = source.partition("import ")
+        print(usage + rest[rest.index("# ----") : rest.index("DEFAULTS")])
         sys.exit()
     chosen = {}
     for argument in argv:
@@ -89,11 +90,14 @@ def read_command_line(argv, defaults, usage=""):
 
 def check(hp):
     """Ends the program if a hyperparameter, or a combination of them, cannot work."""
-    for keys, (low, high) in BOUNDS.items():
-        for key in keys.split():
-            value = getattr(hp, key)
-            if not low <= value <= high:
-                fail(f"{key}={value} must be between {low} and {high}")
+    for key, value in vars(hp).items():
+        if type(value) in (int, float):
+            if value < 0 or value == 0 and key not in MAY_BE_ZERO.split():
+                fail(f"{key}={value} must be positive")
+            if value > MAXIMA.get(key, math.inf):
+                fail(f"{key}={value} must be at most {MAXIMA[key]}")
+    if hp.eval_rows < 2:
+        fail(f"eval_rows={hp.eval_rows} must be at least 2: a standard error needs two rows")
     for key, choices in CHOICES.items():
         value = getattr(hp, key)
         if value not in choices:

@@ -1,5 +1,5 @@
 # A larger model: 5.7M parameters, 40 MB, half an hour to three quarters on two cores. The policy's
-# rate is the quick run's and was not tried at this size.
+# learning rate is the quick run's; it was not tuned at this size.
 #   python train.py config/laptop.py --data=data/mine --out_dir=out-laptop
 seq_len = 1024
 embedding_dim = 256

@@ -1,6 +1,6 @@
-"""kill -9 before each write of train.py and prepare.py, then the same command: the same end.
+"""kill -9 before each write of train.py and prepare.py, then the same command: the same result.
 
-As a script it does that in its folder, in forks: torch is imported once, and has no threads yet.
+Run as a script, it does this in its folder, in forks: torch is imported once, and has no threads.
 """
 import itertools
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: who has threads must not fork
 import torch
-import torch._inductor  # noqa: F401  of what train.py imports the slowest
+import torch._inductor  # noqa: F401  the slowest of train.py's imports
 from torch.utils._pytree import tree_leaves
 
 from conftest import ROOT, TINY
@@ -25,13 +25,16 @@ PREPARE = ["prepare.py", "--dataset=files", "--input=texts", "--out_dir=data", "
 TRAIN = ["train.py", *TINY, "--data=data", "--out_dir=out", "--training_bytes=1536"]
 RESUME = ["train.py", "--out_dir=out", "--resume=True"]  # TRAIN saves at steps 4, 8 and 12
 CALLS = ("replace", "unlink", "truncate", "TextIOWrapper.truncate", "TextIOWrapper.write",
-         "BufferedWriter.write")  # the functions of C that change files
+         "BufferedWriter.write")  # C functions that change files; and torch.save's:
+SAVE = "write_end_of_file"
 
 
 def run(command, last=None):
-    """Does what `python COMMAND` does, with kill -9 before the last of CALLS; the exit code."""
+    """Runs `python COMMAND`, with kill -9 before call number `last` of CALLS; the exit code."""
     def count(_, event, function):
-        if event == "c_call" and function.__qualname__ in CALLS and next(number) == last:
+        writes = event == "c_call" and (
+            function.__qualname__ in CALLS or function.__name__ == SAVE)
+        if writes and next(number) == last:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def child():
@@ -48,7 +51,7 @@ def run(command, last=None):
 
 
 def made(command):
-    """All that a command made, but for what the clock or --resume decides."""
+    """Everything that a command made, except what depends on the clock or on --resume."""
     if command == PREPARE:
         return {path.name: path.read_bytes() for path in Path("data").iterdir()}
     saved = torch.load("out/ckpt.pt")

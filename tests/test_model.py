@@ -11,13 +11,14 @@ from model import BOS, Block, Model, ModelConfig
 def small_model(**changes):
     """A model whose policy is no longer the constant that it starts as."""
     torch.manual_seed(0)
-    config = dict(seq_len=64, embedding_dim=32, num_heads=2, n_down_layers=2, n_mid_layers=2,
-                  n_up_layers=2, attention_window=8, policy_window=3, policy_scale=2.0)
-    model = Model(ModelConfig(**config | changes))
+    values = {
+        "seq_len": 64, "embedding_dim": 32, "num_heads": 2, "n_down_layers": 2, "n_mid_layers": 2,
+        "n_up_layers": 2, "attention_window": 8, "policy_window": 3, "policy_scale": 2.0}
+    model = Model(ModelConfig(**values | changes))
     for p in model.parameters():
         p.data += 0.05 * torch.randn_like(p)
-    model.policy.weight.data.normal_()
-    model.head.weight.data.normal_()
+    model.policy.linear.weight.data.normal_()
+    model.head.linear.weight.data.normal_()
     return model
 
 
@@ -28,56 +29,76 @@ def some_bytes(B, N):
 
 
 def uniforms_for(a):
-    """Uniforms (K, B, N) for which just the boundaries a are drawn."""
+    """Uniforms (K, B, N) for which exactly the boundaries a are drawn."""
     return 1 - a.float()
 
 
 def test_a_block_computes_gemma_2s_arithmetic():
-    """Against a derivation that goes position by position, head by head, in float64."""
+    """Against a loop over positions and heads in float64, with complex numbers for RoPE."""
     torch.manual_seed(0)
-    D, H, hidden, N, window = 12, 2, 20, 7, 3
-    h = D // H
-    block = Block(D, H, hidden, window)
+    D, heads, hidden, N, window = 12, 2, 20, 7, 3
+    head_dim = D // heads
+    block = Block(D, heads, hidden, window)
     for p in block.parameters():
         p.data.normal_(std=0.5)
     positions = torch.tensor([0, 1, 2, 5, 6, 9, 40])
-    x = 0.01 * torch.randn(1, N, D)  # small, so that RMSNorm's epsilon counts
-    got = block(x, *m.rope(positions, h))[0].double()
-    w = {k: v.double() for k, v in block.state_dict().items()}
+    x = 0.01 * torch.randn(1, N, D)  # small, so that RMSNorm's epsilon matters
+    cos, sin = m.rope(positions, head_dim)
+    result = block(x, cos, sin)[0].double()
+    weights = {name: value.double() for name, value in block.state_dict().items()}
 
     def norm(z, name):
-        return z / (z.square().mean() + 1e-6).sqrt() * (1 + w[name + ".weight"])
+        rms = (z.square().mean() + 1e-6).sqrt()
+        return z / rms * (1 + weights[name + ".weight"])
 
-    def turned(z, position):  # pairs (k, k + h/2) as complex numbers
-        z = torch.complex(z[: h // 2], z[h // 2 :])
-        angle = [position / 10000 ** (2 * k / h) for k in range(h // 2)]
+    def rotated(z, position):  # pairs (k, k + head_dim / 2) as complex numbers
+        half = head_dim // 2
+        z = torch.complex(z[:half], z[half:])
+        angle = [position / 10000 ** (2 * k / head_dim) for k in range(half)]
         angle = torch.tensor(angle, dtype=torch.double)
         z = z * torch.polar(torch.ones_like(angle), angle)
         return torch.cat((z.real, z.imag))
 
-    rows, at = list(x[0].double()), positions.tolist()
-    qkv = [w["attention.qkv.weight"] @ norm(z, "norm1") for z in rows]
-    q, k, v = ([z[i * D : (i + 1) * D].view(H, h) for z in qkv] for i in range(3))
+    rows = list(x[0].double())
+    qkv = [weights["attention.qkv.weight"] @ norm(z, "norm1") for z in rows]
+    q = [z[:D].view(heads, head_dim) for z in qkv]
+    k = [z[D : 2 * D].view(heads, head_dim) for z in qkv]
+    v = [z[2 * D :].view(heads, head_dim) for z in qkv]
+    at = positions.tolist()
     for i in range(N):
-        heads = []
-        for head in range(H):
+        outputs = []
+        for head in range(heads):
             seen = range(max(0, i - window + 1), i + 1)
-            own = turned(q[i][head], at[i])
-            scores = [own @ turned(k[j][head], at[j]) / math.sqrt(h) for j in seen]
-            weights = torch.softmax(torch.stack([50 * torch.tanh(s / 50) for s in scores]), 0)
-            heads.append(sum(weight * v[j][head] for weight, j in zip(weights, seen)))
-        z = rows[i] + norm(w["attention.out.weight"] @ torch.cat(heads), "norm2")
-        gate, value = (w["mlp.up.weight"] @ norm(z, "norm3")).split(hidden)
+            query = rotated(q[i][head], at[i])
+            scores = []
+            for j in seen:
+                score = query @ rotated(k[j][head], at[j]) / math.sqrt(head_dim)
+                scores.append(50 * torch.tanh(score / 50))
+            attention = torch.softmax(torch.stack(scores), 0)
+            outputs.append(sum(weight * v[j][head] for weight, j in zip(attention, seen)))
+        z = rows[i] + norm(weights["attention.out.weight"] @ torch.cat(outputs), "norm2")
+        gate, value = (weights["mlp.up.weight"] @ norm(z, "norm3")).split(hidden)
         gelu = gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2
-        z = z + norm(w["mlp.down.weight"] @ (gelu * value), "norm4")
-        torch.testing.assert_close(got[i], z, atol=1e-5, rtol=1e-4)
+        z = z + norm(weights["mlp.down.weight"] @ (gelu * value), "norm4")
+        torch.testing.assert_close(result[i], z, atol=1e-5, rtol=1e-4)
 
 
-def test_next_byte_logits_are_the_heads_softcapped_at_30():
-    head, x = torch.nn.Linear(8, 257, bias=False), 40 * torch.randn(2, 3, 8)
-    logits = m.next_byte_logits(x, torch.nn.Softsign(), head)  # its norm: any function
-    expected = 30 * torch.tanh(head(x / (1 + x.abs())) / 30)
-    torch.testing.assert_close(logits, expected)
+def test_rmsnorm_is_computed_in_float32():
+    x = torch.linspace(-3, 3, 4096).bfloat16()
+    norm = m.RMSNorm(4096)
+    exact = x.double() / x.double().square().mean().sqrt()
+    assert torch.equal(norm(x), exact.bfloat16())
+
+
+def test_the_heads_logits_are_softcapped_at_30_and_its_output_is_their_log_softmax():
+    head = m.Head(8)
+    head.norm = torch.nn.Softsign()  # any function
+    x = 40 * torch.randn(2, 3, 8)
+    y = torch.randint(0, 256, (2, 3))
+    logits = 30 * torch.tanh(head.linear(x / (1 + x.abs())) / 30)
+    torch.testing.assert_close(head.logits(x), logits)
+    logp = logits.log_softmax(-1).gather(2, y[..., None])[..., 0]
+    torch.testing.assert_close(head(x, y), logp)
 
 
 def test_a_new_models_first_guess_is_nearly_uniform():
@@ -146,17 +167,21 @@ def test_the_draw_takes_the_left_to_right_loops_decisions(w, policy):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_boundaries_are_u_below_p_with_the_softcap_in_training_only(training):
-    """Equations 19-23 as they stand, in float64."""
+    """Equations 19-23 as they are written, in float64."""
+    N, w = 60, 3
     model = small_model().train(training)
-    model.policy.weight.data *= 20  # well into the soft-cap
-    (x, y), u = some_bytes(4, 60), torch.rand(1, 4, 60)
-    X = model.early_norm(model.encode(x)).double()
-    z = X @ model.policy.weight.double().T / 2
-    a, p = torch.zeros(4, 60), torch.zeros(4, 60, dtype=torch.double)
+    model.policy.linear.weight.data *= 20  # well into the soft-cap
+    (x, y), u = some_bytes(4, N), torch.rand(1, 4, N)
+    X = model.policy.norm(model.encode(x)).double()
+    W = model.policy.linear.weight.double()
+    a = torch.zeros(4, N)
+    p = torch.zeros(4, N, dtype=torch.double)
     a[:, 0] = 1
-    for i in range(60):
-        scaled = z[:, i, 0] + math.log(0.2 / 0.8)
-        scaled = scaled + sum(a[:, i - j] * z[:, i, j] for j in range(1, min(i, 3) + 1))
+    for i in range(N):
+        raw = X[:, i] @ W[0]
+        for j in range(1, min(i, w) + 1):
+            raw = raw + a[:, i - j] * (X[:, i] @ W[j])
+        scaled = raw / 2 + math.log(0.2 / 0.8)
         p[:, i] = torch.sigmoid(5 * torch.tanh(scaled / 5) if training else scaled)
         if i > 0:
             a[:, i] = u[0, :, i] < p[:, i]
@@ -242,6 +267,6 @@ def test_k_draws_of_a_row_are_k_passes_of_which_the_first_has_the_gradient(train
         alone = model(x, y, u[k : k + 1])
         for one, other in zip((logp[k], early_logp, l[k], a[k]), (alone[0][0], *alone[1:])):
             torch.testing.assert_close(one, other.view_as(one))
-        gradient = torch.autograd.grad(logp[k].sum(), model.head.weight, retain_graph=True)[0]
+        gradient = torch.autograd.grad(logp[k].sum(), model.head.linear.weight, retain_graph=True)[0]
         assert (gradient.abs().max() > 0) == (k == 0)
     assert not torch.equal(a[0], a[1])

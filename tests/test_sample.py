@@ -1,3 +1,4 @@
+"""sample.py, and config/terminal.py's text with boundaries."""
 import math
 import re
 import subprocess
@@ -8,29 +9,52 @@ import torch
 import torch.nn.functional as F
 
 import sample
+from config.terminal import MARK, characters, marked
 from conftest import ROOT, run
-from model import BOS, next_byte
+from model import BOS
 from test_model import small_model, some_bytes, uniforms_for
 
 
+class Doubled(torch.nn.Module):
+    """Another policy, with a hidden layer and four decisions of history."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(32, 8), torch.nn.GELU(), torch.nn.Linear(8, 16))
+
+    def forward(self, X):
+        return self.mlp(X)
+
+
+@pytest.mark.parametrize("change", ["none", "policy", "upsample"])
 @pytest.mark.parametrize("w, prompt", [(3, 1), (0, 30), (1, 5), (3, 11)])
-def test_cached_generation_is_the_full_pass(w, prompt):
+def test_cached_generation_is_the_full_pass_whatever_the_policy_and_upsample(w, prompt, change):
     model = small_model(policy_window=w).eval()
+    if change == "policy":
+        model = small_model(policy_window=4).eval()
+        model.policy = Doubled()
+    if change == "upsample":
+        model.upsample = lambda X, selected, tokens, token: X + 2 * (tokens - selected)[token]
     x, _ = some_bytes(3, prompt)
     steps = list(sample.generate(model, x, 60, temperature=1.5))
     y, a, p, nats = (torch.stack(column, 1) for column in zip(*steps))
-    assert y.shape == (3, prompt - 1 + 60) and y.max() < BOS
-    x, a = F.pad(y, (1, 0), value=BOS), F.pad(a, (1, 0), value=1)
-    logp, _, l, _ = model(x[:, :-1], y, uniforms_for(a[None, :, :-1]))
+    assert y.shape == (3, prompt - 1 + 60)
+    assert y.max() < BOS
+    assert torch.equal(y[:, : prompt - 1], x[:, 1:])
+    x = F.pad(y, (1, 0), value=BOS)
+    a = F.pad(a, (1, 0), value=True)
+    logp, _, _, _ = model(x[:, :-1], y, uniforms_for(a[None, :, :-1]))
     torch.testing.assert_close(nats, -logp[0], atol=1e-4, rtol=1e-4)
-    l = model(x, x, uniforms_for(a[None]))[2]
+    _, _, l, _ = model(x, x, uniforms_for(a[None]))
     torch.testing.assert_close(p, l[0].sigmoid()[:, 1:], atol=1e-4, rtol=1e-4)
 
 
-def test_generation_draws_its_boundaries_with_the_policys_probabilities():
+def test_generation_draws_boundaries_with_the_policys_probabilities():
     torch.manual_seed(2)
     steps = list(sample.generate(small_model().eval(), some_bytes(40, 1)[0], 60))
-    a, p = (torch.stack([step[i] for step in steps]).double() for i in (1, 2))
+    a = torch.stack([step[1] for step in steps]).double()
+    p = torch.stack([step[2] for step in steps]).double()
     for some in p < 0.3, p > 0.7:
         error = (p * (1 - p))[some].sum().sqrt()
         assert abs((a - p)[some].sum()) < 4 * error
@@ -40,15 +64,15 @@ def test_generation_draws_its_boundaries_with_the_policys_probabilities():
 def test_the_next_byte_is_one_of_the_likeliest_and_never_bos():
     logits = torch.zeros(2000, 257)
     logits[:, BOS], logits[:, 65], logits[:, 66] = 9, 2, 1
-    assert set(next_byte(logits, 0, None).tolist()) == {65}
-    drawn = next_byte(logits, 0.5, 2)  # p is proportional to e^(2 / 0.5) and e^(1 / 0.5)
+    assert set(sample.next_byte(logits, 0, None).tolist()) == {65}
+    drawn = sample.next_byte(logits, 0.5, 2)  # p is proportional to e^(2 / 0.5) and e^(1 / 0.5)
     assert set(drawn.tolist()) == {65, 66}
     assert (drawn == 65).float().mean().item() == pytest.approx(1 / (1 + math.exp(-2)), abs=0.04)
 
 
 def shown(text, boundaries=()):
-    """The pieces that a viewer sees of these bytes, with p = position / 100."""
-    return list(sample.characters((b, i in boundaries, i / 100) for i, b in enumerate(text)))
+    """The characters of these bytes, with p = position / 100."""
+    return list(characters((b, i in boundaries, i / 100) for i, b in enumerate(text)))
 
 
 def test_a_character_of_several_bytes_is_shown_once_with_its_last_bytes_p():
@@ -69,9 +93,9 @@ def test_control_characters_never_reach_the_terminal():
 
 def test_colour_goes_from_blue_to_yellow_with_p():
     steps = [(ord("a"), True, 0.0), (ord("b"), False, 1.0)]
-    coloured = "".join(sample.as_terminal(steps, True))
+    coloured = "".join(marked(steps, True))
     assert coloured == "\x1b[38;5;33ma\x1b[0m│\x1b[38;5;226mb\x1b[0m"
-    assert "".join(sample.as_terminal(steps, False)) == "a│b"
+    assert "".join(marked(steps, False)) == "a│b"
 
 
 def test_the_flags_reach_generation_and_the_last_line_sums_up(trained, monkeypatch, capsys):
@@ -80,13 +104,13 @@ def test_the_flags_reach_generation_and_the_last_line_sums_up(trained, monkeypat
     def generate(model, x, *options):
         asked.append((x.tolist(), *options, torch.initial_seed()))
         for i in range(6):
-            yield (torch.tensor([97]), torch.tensor([i % 3 == 0]), torch.tensor([0.5]),
-                   torch.tensor([3 * math.log(2)]))
+            a = torch.tensor([i % 3 == 0])
+            yield torch.tensor([97]), a, torch.tensor([0.5]), torch.tensor([3 * math.log(2)])
 
     monkeypatch.setattr(sample, "generate", generate)
-    sample.main(["--start=é", "--num_samples=2", "--max_new_bytes=7", "--temperature=0.3",
+    sample.main(["--start= é ", "--num_samples=2", "--max_new_bytes=7", "--temperature=0.3",
                  "--top_k=9", "--seed=11", f"--out_dir={trained}"])
-    assert asked == [([[BOS, *"é".encode()]], 7, 0.3, 9, 11)] * 2
+    assert asked == [([[BOS, *" é ".encode()]], 7, 0.3, 9, 11)] * 2
     out = capsys.readouterr().out
     assert out.startswith("a│aaa│aa\n---")
     assert "\n12 bytes, 4 tokens, 3.00 bytes per token, 3.000 bits per byte, " in out
@@ -96,7 +120,7 @@ def test_the_flags_reach_generation_and_the_last_line_sums_up(trained, monkeypat
 def test_a_scored_byte_has_the_p_and_nats_of_what_was_read_so_far():
     model, text = small_model(seq_len=16).eval(), bytes(range(70, 96))  # rows of 16 and 10 bytes
     torch.manual_seed(5)
-    scored = list(sample.scored(model, text, "cpu"))
+    scored = list(sample.scored(model, text))
     torch.manual_seed(5)
     expected = []
     for row in text[:16], text[16:]:
@@ -108,13 +132,16 @@ def test_a_scored_byte_has_the_p_and_nats_of_what_was_read_so_far():
     torch.testing.assert_close(torch.tensor(scored), torch.tensor(expected), atol=1e-4, rtol=1e-4)
 
 
-def test_generated_text_is_marked_and_counted(trained):
+def test_generated_texts_are_marked_and_counted_and_differ(trained):
     out, _ = run("sample.py", f"--out_dir={trained}", "--start=fox é", "--num_samples=2",
                  "--max_new_bytes=40")
-    assert out.replace(sample.MARK, "").startswith("fox é")
-    last = re.match(r"(\d+) bytes, (\d+) tokens, ", out.splitlines()[-1])
-    total, tokens = map(int, last.groups())
-    assert total == 2 * (len("fox é".encode()) + 40) and out.count(sample.MARK) <= tokens
+    *samples, last = out.replace(MARK, "").split("\n" + "-" * 80 + "\n")
+    assert len(samples) == 2
+    assert all(text.startswith("fox é") for text in samples)
+    assert samples[0] != samples[1]
+    total, tokens = map(int, re.match(r"(\d+) bytes, (\d+) tokens, ", last).groups())
+    assert total == 2 * (len("fox é".encode()) + 40)
+    assert out.count(MARK) <= tokens
     assert "\x1b" not in out  # no terminal, no colours
 
 
@@ -123,7 +150,42 @@ def test_a_scored_file_is_shown_unchanged_but_for_the_marks(trained, tmp_path, c
     (tmp_path / "text").write_text(text)
     sample.main([f"--out_dir={trained}", f"--score={tmp_path}/text"])
     out = capsys.readouterr().out
-    assert out.replace(sample.MARK, "").startswith(text) and f"{len(text)} bytes, " in out
+    assert out.replace(MARK, "").startswith(text)
+    assert f"{len(text)} bytes, " in out
+
+
+@pytest.mark.parametrize("text", [b"def main(argv):\n" * 4, "né € x".encode(), b"a\xff\xc3", b""])
+def test_the_tokens_of_a_text_are_its_bytes_cut_at_the_boundaries(text):
+    model = small_model(seq_len=16).eval()
+    torch.manual_seed(3)
+    expected, token = [], b""
+    for byte, a, p, _ in sample.scored(model, text):
+        token += bytes([byte])
+        if a:
+            expected.append((token.decode(errors="backslashreplace"), p))
+            token = b""
+    if token:
+        expected.append((token.decode(errors="backslashreplace"), p))
+    torch.manual_seed(3)
+    assert list(sample.tokens(model, text)) == expected
+    for byte, a, p, _ in sample.scored(model, text, deterministic=True):
+        assert a == (p > 0.5)
+
+
+def test_readmes_python_example_runs_as_written(trained, monkeypatch, capsys):
+    readme = (ROOT / "README.md").read_text()
+    example = readme[readme.index("from sample import") :].partition("```")[0]
+    monkeypatch.chdir(trained.parent)
+    exec(example.replace('"out"', f'"{trained}"'))
+    assert len(capsys.readouterr().out.splitlines()) > 2
+
+
+@pytest.mark.parametrize("how", ["stdin", "text"])
+def test_a_text_can_come_from_stdin_or_the_command_line(how, trained):
+    flags = {"stdin": ["--score=-"], "text": ["--text=naïve fox"]}[how]
+    command = [sys.executable, ROOT / "sample.py", f"--out_dir={trained}", *flags]
+    done = subprocess.run(command, input="naïve fox", capture_output=True, text=True)
+    assert done.stdout.replace(MARK, "").startswith("naïve fox\n---")
 
 
 def test_a_reader_that_has_seen_enough_gets_no_traceback(trained):
@@ -135,13 +197,13 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(trained):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--out_dir=no/such"], "no checkpoint no/such/ckpt.pt"),
-    (["--out_dir={tmp}"], "is no checkpoint of this version of train.py"),
+    (["--out_dir=no/such"], "there is no checkpoint no/such/ckpt.pt"),
+    (["--out_dir={tmp}"], "is damaged, or not a checkpoint"),
     (["--out_dir={trained}", "--score=no/such"], "no/such"),
-    (["--out_dir={trained}", "--score={tmp}/empty"], "is an empty file"),
+    (["--out_dir={trained}", "--score={tmp}/empty"], "is empty; give a text"),
     (["--temperature=-1"], "-1"),
     (["--out_dir={trained}", "--device=nonsense"], "nonsense"),
-    (["--out_dir={trained}", "--device=hpu"], "hpu"),
+    (["--out_dir={trained}", "--device=mps"], "device='mps', but torch finds none"),
     (["--max_new_bytes=0"], "0"),
     (["--top_k=0"], "0"),
     (["--wrong=1"], "--wrong"),
@@ -152,4 +214,6 @@ def test_a_mistake_on_the_command_line_is_one_line(arguments, message, trained, 
     with pytest.raises(SystemExit) as stopped:
         sample.main([argument.format(tmp=tmp_path, trained=trained) for argument in arguments])
     error = capsys.readouterr().err
-    assert stopped.value.code == 2 and error.count("\n") == 1 and message in error
+    assert stopped.value.code == 2
+    assert error.count("\n") == 1
+    assert message in error

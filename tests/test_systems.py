@@ -1,20 +1,23 @@
+"""experiments/systems.py: the other systems."""
 import json
 import math
 import os
 import shutil
-from dataclasses import asdict
-from types import SimpleNamespace
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import tiktoken
 import torch
 import torch.nn.functional as F
 
-import prepare
+import sample
 import train
-from config.command_line import read_command_line
-from conftest import TINY
-from model import BOS, SYSTEMS, ModelConfig, load_checkpoint, make_model
+from conftest import ROOT, TINY
+from experiments.systems import SYSTEMS
+from model import BOS, ModelConfig, inputs_and_targets, load_checkpoint, make_model
+from prepare import open_shards, read_rows
 from test_model import some_bytes, uniforms_for
 
 RULES = "uniform", "random", "whitespace", "bpe", "none"
@@ -23,10 +26,11 @@ NAMES = *RULES, "gumbel", "hnet"
 
 def small(name, **changes):
     torch.manual_seed(0)
-    config = dict(seq_len=40, embedding_dim=16, num_heads=2, n_down_layers=1, n_mid_layers=1,
-                  n_up_layers=1, attention_window=8, boundaries=name, downsample_rate_target=0.3,
-                  early_exit=False)
-    model = make_model(ModelConfig(**config | changes))
+    values = {
+        "seq_len": 40, "embedding_dim": 16, "num_heads": 2, "n_down_layers": 1, "n_mid_layers": 1,
+        "n_up_layers": 1, "attention_window": 8, "boundaries": name, "policy_window": 2,
+        "downsample_rate_target": 0.3, "early_exit": False}
+    model = make_model(ModelConfig(**values | changes))
     for p in model.parameters():
         p.data += 0.2 * torch.randn_like(p)
     return model
@@ -34,7 +38,7 @@ def small(name, **changes):
 
 @pytest.fixture
 def toy_bpe(monkeypatch):
-    """A tokenizer of few merges in place of o200k_base, which needs a network."""
+    """A tokenizer with few merges in place of o200k_base, which needs a network."""
     merges = [bytes([i]) for i in range(256)]
     merges += b"he ll hell hello _t ok _tok en _token iz at izat on ion izati ization".split()
     ranks = {merge: rank for rank, merge in enumerate(merges)}
@@ -44,7 +48,8 @@ def toy_bpe(monkeypatch):
 
 def rule(name, text):
     """Where the rule ends tokens in the bytes of a text."""
-    return small(name).rule(torch.tensor([[BOS, *text]]), None)[0, 1:].tolist()
+    x = torch.tensor([[BOS, *text]])
+    return small(name).rule(x, None)[0, 1:].tolist()
 
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"bpe"}))
@@ -54,7 +59,9 @@ def test_no_output_depends_on_a_later_byte_or_draw(name, training):
     x = torch.tensor([[BOS, *b"hello_tokenization, hello_token. hellohe"[:39]],
                       [BOS, *b"he tokenization_token_hello! x hell he y"[:39]]])
     before = model.outputs(x, u)
-    assert before[2][:, 0].all() and (name == "none" or not before[2].bool().all())
+    a = before[2].bool()
+    assert a[:, 0].all()
+    assert name == "none" or not a.all()
     for i in 1, 17, 39:
         later_x, later_u = x.clone(), u.clone()
         later_x[:, i:] = later_x[:, i:].clamp(max=255) ^ 64  # letters become other characters
@@ -64,42 +71,43 @@ def test_no_output_depends_on_a_later_byte_or_draw(name, training):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_generated_byte_is_what_the_full_pass_over_the_bytes_before_it_tells(name, toy_bpe):
+def test_a_generated_byte_has_the_numbers_of_a_full_pass_over_the_bytes_before_it(name, toy_bpe):
     model, (x, _) = small(name).eval(), some_bytes(2, 12)
     torch.manual_seed(3)
-    byte, a, p, nats = (torch.stack(z, 1) for z in zip(*model.generate(x, 20)))
+    byte, a, p, nats = (torch.stack(z, 1) for z in zip(*sample.generate(model, x, 20)))
     torch.manual_seed(3)
     u, whole = torch.rand(2, 32), F.pad(byte, (1, 0), value=BOS)
-    assert torch.equal(whole[:, :12], x) and byte.max() < BOS
+    assert torch.equal(whole[:, :12], x)
+    assert byte.max() < BOS
     for i in range(1, 32):
         T = max(i, 12)  # the prompt is read at once
-        Z = model.norm(model.outputs(whole[:, :T], u[:, :T])[0][:, i - 1])
-        logp = (30 * torch.tanh(model.head(Z) / 30)).log_softmax(-1)
+        Z, _, _ = model.outputs(whole[:, :T], u[:, :T])
+        logp = model.head.logits(Z[:, i - 1]).log_softmax(-1)
         torch.testing.assert_close(nats[:, i - 1], -logp.gather(1, byte[:, i - 1 : i])[:, 0])
         T = max(i + 1, 12)
-        _, l, there = model.outputs(whole[:, :T], u[:, :T])
-        assert torch.equal(a[:, i - 1], there[:, i])
-        torch.testing.assert_close(p[:, i - 1], l[:, i].sigmoid())
-        assert name == "gumbel" or torch.equal(p[:, i - 1] > 0.5, there[:, i])
-    for temperature, top_k in (0, None), (9.0, 1):  # the likeliest
-        torch.manual_seed(3)
-        byte, *_ = [*model.generate(x, 20, temperature, top_k)][11]
-        logits = model.head(model.norm(model.outputs(x, u[:, :12])[0][:, -1]))
-        assert torch.equal(byte, logits[:, :BOS].argmax(1))
+        _, full_l, full_a = model.outputs(whole[:, :T], u[:, :T])
+        assert torch.equal(a[:, i - 1], full_a[:, i])
+        torch.testing.assert_close(p[:, i - 1], full_l[:, i].sigmoid())
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_rules_boundaries_are_all_that_is_not_the_learned_model(name, toy_bpe):
+def test_a_rule_differs_from_the_learned_model_in_its_boundaries_only(name, toy_bpe):
     x, y = some_bytes(2, 40)
-    logp, early_logp, l, a = small(name)(x, y, torch.rand(1, 2, 40))
-    torch.testing.assert_close(logp, small("learned")(x, y, uniforms_for(a))[0])
-    assert not early_logp.any() and l.shape == a.shape == (1, 2, 40) and a[:, :, 0].all()
+    model, learned = small(name), small("learned")
+    learned.load_state_dict(model.state_dict(), strict=False)
+    logp, early_logp, l, a = model(x, y, torch.rand(1, 2, 40))
+    torch.testing.assert_close(logp, learned(x, y, uniforms_for(a))[0])
+    assert not early_logp.any()
+    assert l.shape == a.shape == (1, 2, 40)
+    assert a[:, :, 0].all()
 
 
 def test_uniform_is_evenly_spaced_and_random_keeps_the_rate():
     (x, _), u = some_bytes(64, 40), torch.rand(64, 40, generator=torch.Generator().manual_seed(0))
-    uniform, random = (small(name).rule(x, u) for name in ("uniform", "random"))
-    assert set(uniform[0].nonzero()[:, 0].diff().tolist()) == {3, 4} and uniform[0].sum() == 12
+    uniform = small("uniform").rule(x, u)
+    for row in uniform:
+        assert row.nonzero()[:, 0].tolist() == [math.ceil(m * 40 / 12) for m in range(12)]
+    random = small("random").rule(x, u)
     assert random.float().mean() == pytest.approx(0.3, abs=0.03)
 
 
@@ -109,16 +117,18 @@ def test_whitespace_marks_the_first_byte_after_a_word():
     assert [i for i, a in enumerate(rule("whitespace", text)) if a] == ends
     word = [byte < 128 and chr(byte).isalnum() or 128 <= byte < 192 for byte in range(256)]
     a = rule("whitespace", b"".join(b"a%c" % byte for byte in range(256)))
-    assert a[1::2] == [not here for here in word] and not any(a[2::2])
+    assert a[1::2] == [not in_word for in_word in word]
+    assert not any(a[2::2])
 
 
-def test_bpe_marks_the_first_byte_after_each_token_and_treats_no_utf8_as_a_token(toy_bpe):
+def test_bpe_marks_the_first_byte_after_each_token_and_a_byte_that_is_not_utf8(toy_bpe):
     text, a = b"hello_tokenization", rule("bpe", b"hello_tokenization")
-    marked = "".join("|" * k + chr(c) for c, k in zip(text, a))
+    marked = "".join("|" * mark + chr(byte) for byte, mark in zip(text, a))
     assert marked == "hello|_token|ization"  # the paper's example
-    cut = "ö".encode()[1:] + b"hehe" + "€".encode()[:2]  # characters that a row cuts
+    cut = "ö".encode()[1:] + b"hehe" + "€".encode()[:2]  # characters cut at the ends of a row
     assert rule("bpe", cut) == [0, 1, 0, 1, 0, 1, 1]
-    assert rule("bpe", b"hell")[2] == 0 and rule("bpe", b"hel")[2] == 1  # it looks ahead
+    assert rule("bpe", b"hell")[2] == 0  # it looks ahead
+    assert rule("bpe", b"hel")[2] == 1
 
 
 def test_without_the_tokenizer_a_run_ends_in_one_line(monkeypatch, data, tmp_path, capsys):
@@ -126,35 +136,42 @@ def test_without_the_tokenizer_a_run_ends_in_one_line(monkeypatch, data, tmp_pat
     with pytest.raises(SystemExit) as stopped:
         train.main([*TINY, f"--data={data}", "--boundaries=bpe", f"--out_dir={tmp_path}/out"])
     error = capsys.readouterr().err
-    assert stopped.value.code == 2 and error.count("\n") == 1 and "TIKTOKEN_CACHE_DIR" in error
+    assert stopped.value.code == 2
+    assert error.count("\n") == 1
+    assert "TIKTOKEN_CACHE_DIR" in error
 
 
 @pytest.mark.parametrize("name", ["uniform", "gumbel", "hnet"])
-def test_a_step_takes_the_gradient_of_the_systems_own_loss(name, data, tmp_path):
-    flags = [*TINY, f"--data={data}", f"--boundaries={name}", f"--out_dir={tmp_path}/out"]
-    flags += ["--downsample_rate_target=0.3", "--training_bytes=128"]  # one step
-    h = SimpleNamespace(**train.DEFAULTS | read_command_line(flags, train.DEFAULTS))
-    torch.manual_seed(h.seed)
-    model = make_model(ModelConfig(**train.model_config_of(vars(h)))).train()
-    shards = prepare.open_shards(data, "train", 32)
-    (x, y, u), = train.micro_batches(shards, 0, 1, h, 0, 1, "cpu")
-    Z, l, a = model.outputs(x, u[0])
-    logits = 30 * torch.tanh(model.head(model.norm(Z)) / 30)
-    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten()) + model.boundary_loss(l, a)
-    loss.backward()
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    train.main(flags)
+def test_a_training_step_takes_the_gradient_of_the_systems_own_loss(name, data, tmp_path):
+    """And of nothing else: a large lambda_pi changes nothing."""
+    train.main([*TINY, f"--data={data}", f"--boundaries={name}", f"--out_dir={tmp_path}/out",
+                "--downsample_rate_target=0.3", "--lambda_pi=100", "--training_bytes=128"])
     log = [json.loads(line) for line in open(tmp_path / "out/log.jsonl")]
-    logged, = (r["grad_norm"] for r in log if "grad_norm" in r)
-    assert logged == pytest.approx(torch.nn.utils.get_total_norm(grads).item(), rel=1e-4)
+    step, = (record for record in log if "grad_norm" in record)
+
+    trained, _ = load_checkpoint(tmp_path / "out/ckpt.pt")
+    torch.manual_seed(train.seed)
+    model = make_model(trained.config).train()
+    shards = open_shards(data, "train", 32)
+    rows = train.row_order(train.seed, 0, sum(map(len, shards)))[:4]
+    x, y = inputs_and_targets(read_rows(shards, rows))
+    u = np.random.default_rng([train.seed, 1, 0]).random((4, 32), np.float32)
+    Z, l, a = model.outputs(x, torch.from_numpy(u))
+    auto = F.cross_entropy(model.head.logits(Z).flatten(0, 1), y.flatten())
+    boundary = model.boundary_loss(l[None], a[None])
+    (auto + boundary).backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    expected = {"auto": auto.item(), "boundary": boundary.item(),
+                "grad_norm": torch.nn.utils.get_total_norm(grads).item()}
+    assert {key: step[key] for key in expected} == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_weights_that_can_learn_do_as_distributed_data_parallel_wants(name, toy_bpe):
+def test_every_weight_has_a_gradient_as_distributed_data_parallel_wants(name, toy_bpe):
     model, (x, y) = small(name).train(), some_bytes(2, 40)
     logp, _, l, a = model(x, y, torch.rand(1, 2, 40))
     (model.boundary_loss(l, a) - logp.mean()).backward()
-    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    assert all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -163,59 +180,73 @@ def test_every_system_trains_resumes_and_writes(name, toy_bpe, data, tmp_path):
     train.main([*flags, f"--training_bytes={4 * 4 * 32}"])
     train.main([*flags, f"--training_bytes={8 * 4 * 32}", "--resume=True"])
     log = [json.loads(line) for line in open(tmp_path / "out/log.jsonl")]
-    assert [r["step"] for r in log if "auto" in r] == list(range(1, 9))
+    assert [record["step"] for record in log if "auto" in record] == list(range(1, 9))
     model, _ = load_checkpoint(tmp_path / "out/ckpt.pt")
-    steps = list(model.generate(torch.tensor([[BOS, 65, 66]]), 5))
-    assert type(model) is SYSTEMS[name] and len(steps) == 7
+    assert type(model) is SYSTEMS[name]
+    assert len([*sample.generate(model, torch.tensor([[BOS, 65, 66]]), 5)]) == 7
+
+
+def test_loading_a_checkpoint_needs_no_other_import_than_model(data, tmp_path):
+    train.main([*TINY, f"--data={data}", "--boundaries=uniform", "--training_bytes=128",
+                f"--out_dir={tmp_path}/out"])
+    code = f"from model import load_checkpoint; print(load_checkpoint('{tmp_path}/out/ckpt.pt')[0])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith("Uniform("), done.stderr
 
 
 @pytest.mark.parametrize("name", ["learned", "gumbel", "hnet"])
 def test_a_taught_model_reads_what_its_teacher_draws_and_is_no_larger(name, tmp_path):
     teacher, (x, y), u = small(name, policy_softcap=0.5), some_bytes(2, 40), torch.rand(1, 2, 40)
-    saved = {"model": teacher.state_dict(), "model_config": asdict(teacher.config)}
+    saved = {"model": teacher.state_dict(), "config": vars(teacher.config)}
     torch.save(saved, tmp_path / "ckpt.pt")
-    taught, drawn = small(f"{tmp_path}/ckpt.pt").train(), teacher.eval()(x, y, u)[3]
-    assert torch.equal(taught(x, y, u)[3], drawn) and 2 < drawn.sum() < 78
+    taught = small(f"{tmp_path}/ckpt.pt").train()
+    _, _, _, drawn = teacher.eval()(x, y, u)
+    assert torch.equal(taught(x, y, u)[3], drawn)
+    assert 2 < drawn.sum() < 78
     assert len([*taught.parameters()]) == len([*small("uniform").parameters()])
 
 
-def test_a_taught_model_goes_on_with_its_own_teacher_and_refuses_another(
+def test_a_taught_model_resumes_with_its_own_teacher_and_refuses_another(
         data, trained, tmp_path, capsys):
     teacher = shutil.copy(trained / "ckpt.pt", tmp_path / "teacher.pt")
     flags = [*TINY, f"--data={data}", f"--boundaries={teacher}", f"--out_dir={tmp_path}/out"]
     train.main([*flags, "--training_bytes=512"])
     train.main([*flags, "--training_bytes=1024", "--resume=True"])
     model, saved = load_checkpoint(teacher)
-    model.policy.weight.data += 1  # it has trained on
+    model.policy.linear.weight.data += 1  # it has been trained further
     torch.save(saved | {"model": model.state_dict()}, teacher)
-    with pytest.raises(ValueError, match="its teacher .*teacher.pt is another now"):
+    with pytest.raises(ValueError, match="teacher.pt has changed since this run began"):
         load_checkpoint(tmp_path / "out/ckpt.pt")
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
         train.main([*flags, "--training_bytes=2048", "--resume=True"])
-    assert stopped.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
     os.remove(teacher)
     with pytest.raises(FileNotFoundError, match="no checkpoint .*teacher.pt"):
         load_checkpoint(tmp_path / "out/ckpt.pt")
 
 
 def test_gumbel_starts_at_the_target_and_hnet_at_what_neighbouring_bytes_have_in_common():
-    config = dict(seq_len=40, embedding_dim=16, num_heads=2, downsample_rate_target=0.3)
-    gumbel, hnet = (make_model(ModelConfig(**config, boundaries=z)) for z in ("gumbel", "hnet"))
+    values = {"seq_len": 40, "embedding_dim": 16, "num_heads": 2, "downsample_rate_target": 0.3}
+    gumbel = make_model(ModelConfig(**values, boundaries="gumbel"))
+    hnet = make_model(ModelConfig(**values, boundaries="hnet"))
     (x, _), u = some_bytes(2, 40), torch.rand(2, 40)
-    torch.testing.assert_close(gumbel.outputs(x, u)[1].sigmoid(), torch.full((2, 40), 0.3))
+    _, l, _ = gumbel.outputs(x, u)
+    torch.testing.assert_close(l.sigmoid(), torch.full((2, 40), 0.3))
     X = hnet.encode(x)
     p = (1 - F.cosine_similarity(X[:, 1:], X[:, :-1], dim=-1)) / 2
-    l = hnet.outputs(x, u)[1]
+    _, l, _ = hnet.outputs(x, u)
     torch.testing.assert_close(l[:, 1:].sigmoid(), p, atol=2e-6, rtol=1e-4)
     assert not hnet.residual.weight.any()
 
 
-def assert_same_gradients(logits, expected, parameters):
-    weights = torch.randn_like(logits)
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
-    grads = [torch.autograd.grad((z * weights).sum(), parameters) for z in (logits, expected)]
-    for one, other in zip(*grads):
+def assert_same_gradients(Z, expected, parameters):
+    torch.testing.assert_close(Z, expected, atol=1e-5, rtol=1e-4)
+    weights = torch.randn_like(Z)
+    grads = torch.autograd.grad((Z * weights).sum(), parameters)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), parameters)
+    for one, other in zip(grads, expected_grads):
         assert one.abs().max() > 1e-6
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
 
@@ -229,10 +260,11 @@ def test_gumbel_computes_its_equations_position_by_position_forward_and_gradient
     model, (x, _), u, N = small("gumbel"), some_bytes(1, 30), torch.rand(1, 30), 30
     Z, l, a = model.outputs(x, u)
     X = model.encode(x)
-    logit = model.boundary_mlp(model.early_norm(X))[0, :, 0]
+    logit = model.boundary_mlp(model.boundary_norm(X))[0, :, 0]
     soft = ((logit - (u[0] / (1 - u[0])).log()) / 0.5).sigmoid()
     hard = [True] + [bool(u[0, i] < logit[i].sigmoid()) for i in range(1, N)]
-    assert hard == (a[0] > 0.5).tolist() and 3 < sum(hard) < 27
+    assert hard == (a[0] > 0.5).tolist()
+    assert 3 < sum(hard) < 27
     torch.testing.assert_close(l[0], logit)
     drawn = [float(hard[i]) + soft[i] - soft[i].detach() for i in range(N)]
     ends, tokens = [i for i in range(N) if hard[i]], [model.null]
@@ -240,10 +272,10 @@ def test_gumbel_computes_its_equations_position_by_position_forward_and_gradient
         members = range(ends[s - 1] + 1, end + 1)
         weights = [1 - s + sum(drawn[:i]) for i in members]
         tokens.append(sum(w * X[0, i] for w, i in zip(weights, members)) / sum(weights))
-    y = model.run(model.middle, torch.stack(tokens)[None], torch.tensor([ends]))[0]
-    Y = torch.stack([X[0, i] + y[sum(hard[: i + 1]) - 1] for i in range(N)])
+    tokens = model.run(model.middle, torch.stack(tokens)[None], torch.tensor([ends]))[0]
+    Y = torch.stack([X[0, i] + tokens[sum(hard[: i + 1]) - 1] for i in range(N)])
     assert_same_gradients(Z, model.decode(Y[None]), [
-        model.boundary_mlp[0].weight, model.boundary_mlp[2].bias, model.early_norm.weight,
+        model.boundary_mlp[0].weight, model.boundary_mlp[2].bias, model.boundary_norm.weight,
         model.null, model.embedding.weight])
 
 
@@ -253,31 +285,32 @@ def test_gumbels_prior_is_the_binomials_logarithm_forward_and_gradient():
     for k in a[0, :, 1:].sum(1).int().tolist():
         expected -= math.log(math.comb(39, k) * 0.3**k * 0.7 ** (39 - k)) / 40 / 3
     assert loss.item() == pytest.approx(expected, rel=1e-4)
-    more = model.boundary_loss(None, a + 1e-2 / 39) - loss  # its slope, by finite difference
+    difference = model.boundary_loss(None, a + 1e-2 / 39) - loss
     slope = torch.autograd.grad(loss, a)[0][..., 1:].sum().item() / 39 * 1e-2
-    assert slope == pytest.approx(more.item(), rel=0.05, abs=1e-6)
+    assert slope == pytest.approx(difference.item(), rel=0.05, abs=1e-6)
 
 
 def test_hnet_computes_its_equations_position_by_position_forward_and_gradient():
     model, (x, _) = small("hnet"), some_bytes(1, 30)
-    logits, l, a = model.outputs(x, None)
+    Z, l, a = model.outputs(x, None)
     X, p = model.encode(x), [torch.ones(())]
     for i in range(1, 30):
         q, k = model.q.weight @ X[0, i], model.k.weight @ X[0, i - 1]
         p.append((1 - q @ k / q.norm() / k.norm()) / 2)
-    at = [i for i in range(30) if p[i] >= 0.5]
-    assert at == a[0].nonzero()[:, 0].tolist() and 3 < len(at) < 28
+    ends = [i for i in range(30) if p[i] >= 0.5]
+    assert ends == a[0].nonzero()[:, 0].tolist()
+    assert 3 < len(ends) < 28
     torch.testing.assert_close(l[0].sigmoid(), torch.stack(p), atol=1e-5, rtol=0)
-    y = model.run(model.middle, X[:, at], torch.tensor([at]))[0]
+    y = model.run(model.middle, X[:, ends], torch.tensor([ends]))[0]
     Y, z, t = [], None, -1
     for i in range(30):
-        if i in at:
+        if i in ends:
             t += 1
             z = y[t] if z is None else p[i] * y[t] + (1 - p[i]) * z
-        confidence = p[i] if i in at else 1 - p[i]
+        confidence = p[i] if i in ends else 1 - p[i]
         confidence = confidence + (1 - confidence).detach()
         Y.append(confidence * z + model.residual.weight @ X[0, i])
-    assert_same_gradients(logits, model.decode(torch.stack(Y)[None]), [
+    assert_same_gradients(Z, model.decode(torch.stack(Y)[None]), [
         model.q.weight, model.k.weight, model.residual.weight, model.embedding.weight])
 
 
@@ -289,4 +322,5 @@ def test_hnets_ratio_loss_is_least_where_the_rate_is_the_target():
         losses.append(model.boundary_loss(torch.logit(p), a))
         slope = torch.autograd.grad(losses[-1], p)[0].mean().sign().item()
         assert slope == (rate > 0.25) - (rate < 0.25)
-    assert losses[1] == min(losses) and losses[1].item() == pytest.approx(0.03)
+    assert losses[1] == min(losses)
+    assert losses[1].item() == pytest.approx(0.03)

@@ -1,7 +1,10 @@
+"""train.py: the loop, data order, evaluation, and stopping and resuming."""
 import json
 import math
+import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -18,12 +21,13 @@ import train
 from config.command_line import read_command_line
 from conftest import ROOT, TINY, run
 from experiments.measures import where_tokens_end
-from model import BOS, Model, ModelConfig, load_checkpoint
+from model import BOS, Model, config_of, load_checkpoint
 from prepare import open_shards
 from test_model import small_model, some_bytes, uniforms_for
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 NEVER = "--eval_interval=1000000"
+STEP = 4 * 32  # bytes in a training step of TINY
 
 
 def log_of(out):
@@ -31,111 +35,149 @@ def log_of(out):
 
 
 def steps_of(out):
+    """The log without what depends on the clock."""
     return [{k: v for k, v in record.items() if k != "bytes_per_second"} for record in log_of(out)]
 
 
 def refused(capsys, *arguments):
-    """Runs train.py, which must end with exit code 2; returns the one line that it says."""
+    """Runs train.py, which must end with exit code 2; returns the one line on stderr."""
     with pytest.raises(SystemExit) as stopped:
         train.main([*TINY, *arguments])
     error = capsys.readouterr().err
-    assert stopped.value.code == 2 and error.count("\n") == 1
+    assert stopped.value.code == 2
+    assert error.count("\n") == 1
     return error
 
 
 # ---- The loop.
-
-
 @pytest.mark.parametrize("K", [1, 2])
-def test_the_loop_takes_the_steps_that_the_equations_written_down_take(K, data, tmp_path):
-    """Six steps of 8 rows in two passes: rows, draws, eq. 15-18 and 24-27, clipping, AdamW and what
-    it decays, warm-up and cosine, and the policy held at first, then at its own rate."""
-    N, B, steps, lr, clip, decay, seed = 32, 8, 6, 1e-2, {1: 0.3, 2: 100.0}[K], 0.5, 7
+def test_training_steps_are_those_of_the_written_equations(K, data, tmp_path):
+    """Six steps of 8 rows in two micro-batches, against a loop that shares only the model.
+
+    Covers row order, draws, eq. 15-18 and 24-27, clipping, AdamW and what it decays, warm-up and
+    cosine, and the policy: first frozen, then with its own learning rate. And the logged terms.
+    """
+    N, rows_per_step, steps, seed = 32, 8, 6, 7
+    lr, policy_lr, decay = 1e-2, 0.05, 0.5
+    clip = {1: 0.3, 2: 100.0}[K]  # once it matters, once it does not
     lambda_pi, lambda_target, lambda_early, gamma, target = 0.3, 0.2, 0.1, 0.9, 0.2
-    warmup, start, policy_lr, total = 2 * B * N, 2 * B * N, 0.05, steps * B * N
-    train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}", f"--num_draws={K}", "--seed=7",
-                "--gamma=0.9", f"--training_bytes={total}",
-                f"--warmup_bytes={warmup}", f"--policy_start_bytes={start}",
-                f"--policy_learning_rate={policy_lr}", f"--grad_clip={clip}",
-                "--learning_rate=1e-2", "--lambda_pi=0.3", "--lambda_target=0.2", "--batch_size=4",
-                "--lambda_early=0.1", "--effective_batch_size=8", "--weight_decay=0.5",
-                "--redrawn=0.5"])
-    model, saved = load_checkpoint(tmp_path / "ckpt.pt")
-    reached = {name: p.clone() for name, p in model.named_parameters()}
+    total = steps * rows_per_step * N
+    warmup = start = 2 * rows_per_step * N
+    train.main([
+        *TINY, f"--data={data}", f"--out_dir={tmp_path}", f"--seed={seed}", f"--num_draws={K}",
+        f"--early_exit={K == 1}", "--redrawn=0.5", f"--gamma={gamma}", f"--lambda_pi={lambda_pi}",
+        f"--lambda_target={lambda_target}", f"--lambda_early={lambda_early}",
+        f"--effective_batch_size={rows_per_step}", "--batch_size=4", f"--training_bytes={total}",
+        f"--learning_rate={lr}", f"--warmup_bytes={warmup}", f"--policy_start_bytes={start}",
+        f"--policy_learning_rate={policy_lr}", f"--weight_decay={decay}", f"--grad_clip={clip}"])
+    trained, _ = load_checkpoint(tmp_path / "ckpt.pt")
+    reached = dict(trained.named_parameters())
+    logged = [record for record in log_of(tmp_path) if "auto" in record]
+
     torch.manual_seed(seed)
-    model = Model(model.config).train()
-    m, v = ({name: torch.zeros_like(p) for name, p in model.named_parameters()} for _ in range(2))
+    model = Model(trained.config).train()
+    m = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    v = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     rows = np.fromfile(data / "train_00000.bin", np.uint8).reshape(-1, N)
     order = np.random.default_rng([seed, 0]).permutation(len(rows))
-    discount = [[gamma ** (j - i) if j >= i else 0.0 for j in range(N)] for i in range(N)]
-    discount = torch.tensor(discount)
+    i, j = torch.arange(N)[:, None], torch.arange(N)
+    discount = torch.where(j >= i, gamma ** (j - i).float(), 0.0)
+
+    def log_p(head, Z, y):
+        logits = 30 * torch.tanh(head.linear(head.norm(Z)) / 30)
+        return logits.log_softmax(-1).gather(2, y[..., None])[..., 0]
+
     for step in range(1, steps + 1):
-        draws, after, L = range(K), step * B * N, 0
-        u = np.random.default_rng([seed, 1, (step - 1) * B]).random((K, B, N), np.float32)
+        first_row = (step - 1) * rows_per_step
+        after = step * rows_per_step * N
+        u = np.random.default_rng([seed, 1, first_row]).random((K, rows_per_step, N), np.float32)
+        terms = dict.fromkeys(["auto", "early", "pi", "target", "rate", "entropy"], 0)
         for part in (slice(0, 4), slice(4, 8)):
-            numbers = order[(step - 1) * B : step * B][part]
+            numbers = order[first_row : first_row + rows_per_step][part]
             y = torch.from_numpy(rows[numbers].astype(int))
             x = torch.cat((torch.full((4, 1), BOS), y[:, :-1]), 1)
             X = model.encode(x)
-            z, G, log_pi, l = model.policy_terms(X), [], [], []
-            for k in draws:
-                a = model.boundaries(z, torch.from_numpy(u[k, None, part]))
-                first = a if k == 0 else first
-                a[:, 2:] = first[:, 2:]  # these rows of the pass are drawn once
-                l.append(model.boundary_logits(z, a))
-                Z = model.norm(model.predict(X if k == 0 else X.detach(), a[0]))
-                logits = 30 * torch.tanh(model.head(Z) / 30)
-                logp = logits.log_softmax(-1).gather(2, y[..., None])[..., 0]
-                if k == 0:
-                    L = L - logp.mean() / 2
+            table = model.policy(X)  # (B, N, 2)
+            a, l, G = [], [], []
+            for k in range(K):
+                uniforms = torch.from_numpy(u[k, part])
+                if k > 0:
+                    uniforms[2:] = torch.from_numpy(u[0, part])[2:]  # these rows are drawn once
+                a_k, l_k = torch.ones(4, N), [table[:, 0, 0]]
+                for i in range(1, N):
+                    l_i = table[torch.arange(4), i, a_k[:, i - 1].long() if i > 1 else 1]
+                    a_k[:, i] = uniforms[:, i] < l_i.sigmoid()
+                    l_k.append(l_i)
+                a.append(a_k.bool())
+                l.append(torch.stack(l_k, 1))
+                logp = log_p(model.head, model.predict(X if k == 0 else X.detach(), a[k]), y)
                 reward = logp
+                if k == 0:
+                    terms["auto"] += -logp.mean() / 2
                 if K == 1:
-                    logits = 30 * torch.tanh(model.early_head(model.early_norm(X)) / 30)
-                    early = logits.log_softmax(-1).gather(2, y[..., None])[..., 0]
-                    L, reward = L - lambda_early * early.mean() / 2, logp - early
+                    early_logp = log_p(model.early_head, X, y)
+                    terms["early"] += -early_logp.mean() / 2
+                    reward = logp - early_logp
                 G.append(reward.detach() @ discount.T)
-                log_pi.append(torch.where(a, l[k].sigmoid(), 1 - l[k].sigmoid()).log()[0])
             A = [G[0] - G[0].mean(0)] if K == 1 else [G[0] - G[1], G[1] - G[0]]
-            terms = sum(-(log_pi[k] * A[k])[:, 1:].sum() for k in draws) / (K * 4 * N)
-            l = torch.cat(l)
-            L_tgt = l.mean() * (l.sigmoid().mean().item() - target)
-            L = L + (lambda_pi * terms + lambda_target * L_tgt) / 2
+            log_pi = [torch.where(a[k], l[k].sigmoid(), 1 - l[k].sigmoid()).log() for k in range(K)]
+            L_pi = sum(-(log_pi[k] * A[k])[:, 1:].sum() for k in range(K)) / (K * 4 * N)
+            terms["pi"] += L_pi / 2
+            mean_l = torch.stack(l).mean()
+            mean_p = torch.stack(l).sigmoid().mean().item()
+            terms["target"] += mean_l * (mean_p - target) / 2
+            terms["rate"] += a[0].float().mean() / 2
+            terms["entropy"] += -log_pi[0][:, 1:].mean() / 2
+        L = (terms["auto"] + lambda_early * terms["early"] + lambda_pi * terms["pi"]
+             + lambda_target * terms["target"])
+        expected = {name: float(torch.as_tensor(value).detach()) for name, value in terms.items()}
+        assert {name: logged[step - 1][name] for name in terms} == pytest.approx(expected, abs=1e-3)
         model.zero_grad()
         L.backward()
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad
                  for name, p in model.named_parameters()}
         norm = sum(g.square().sum() for g in grads.values()).sqrt().item()
-        assert (norm > clip) == (K == 1)  # so that clipping matters, and once the size of L
+        assert (norm > clip) == (K == 1)
         cosine = 1.0
         if after >= warmup:
             cosine = (1 + math.cos(math.pi * (after - warmup) / (total - warmup))) / 2
+        scale = min(after / warmup, 1) * cosine
         with torch.no_grad():
             for name, p in model.named_parameters():
                 g = grads[name] * min(clip / norm, 1)
-                own, decays = lr * min(after / warmup, 1) * cosine, p.dim() == 2
-                if name == "policy.weight":
-                    own, decays = own * policy_lr / lr * (after > start), False
-                m[name], v[name] = 0.9 * m[name] + 0.1 * g, 0.999 * v[name] + 0.001 * g**2
-                p *= 1 - own * decay * decays
-                p -= own * m[name] / (1 - 0.9**step) / ((v[name] / (1 - 0.999**step)).sqrt() + 1e-8)
-    assert model.policy.weight.abs().max() > 5e-3
+                m[name] = 0.9 * m[name] + 0.1 * g
+                v[name] = 0.999 * v[name] + 0.001 * g**2
+                lr_now = lr * scale
+                if name == "policy.linear.weight":
+                    lr_now = policy_lr * scale * (after > start)
+                elif p.dim() == 2:
+                    p *= 1 - lr_now * decay
+                m_hat = m[name] / (1 - 0.9**step)
+                v_hat = v[name] / (1 - 0.999**step)
+                p -= lr_now * m_hat / (v_hat.sqrt() + 1e-8)
+    assert model.policy.linear.weight.abs().max() > 5e-3
     for name, p in model.named_parameters():
         torch.testing.assert_close(reached[name], p, atol=1e-4, rtol=1e-3, msg=name)
 
 
 def test_every_epoch_reads_every_row_once_in_its_own_order_on_any_number_of_processes():
     shards = [np.arange(10, dtype=np.uint8)[:, None].repeat(8, 1)]
-    h = SimpleNamespace(seed=1, effective_batch_size=4, batch_size=1, seq_len=8)
+    hp = SimpleNamespace(seed=1, effective_batch_size=4, batch_size=1, seq_len=8, num_draws=1,
+                         boundaries="learned")
 
     def read(world):
-        """Every row's number and first uniform, in the order of the run."""
-        steps = [[train.micro_batches(shards, first, 1, h, rank, world, "cpu")
-                  for rank in range(world)] for first in range(0, 20, 4)]
-        return [(y[0, 0].item(), u[0, 0, 0].item()) for step in steps for row in zip(*step)
-                for x, y, u in row]
+        """The number and first uniform of every row, in the order of the run."""
+        rows = []
+        for first in range(0, 20, 4):
+            batches = [train.micro_batches(shards, first, hp, rank, world, "cpu")
+                       for rank in range(world)]
+            for of_all_ranks in zip(*batches):
+                rows += [(y[0, 0].item(), u[0, 0, 0].item()) for _, y, u in of_all_ranks]
+        return rows
 
-    alone = [row for row, _ in read(1)]
-    assert sorted(alone[:10]) == sorted(alone[10:]) == list(range(10)) and alone[:10] != alone[10:]
+    order = [number for number, _ in read(1)]
+    assert sorted(order[:10]) == sorted(order[10:]) == list(range(10))
+    assert order[:10] != order[10:]
     assert read(1) == read(2) == read(4)
 
 
@@ -144,15 +186,16 @@ def error_of_moments(one, other):
     errors = []
     for i, state in one["optimizer"]["state"].items():
         mean = state["exp_avg"]
-        errors.append((other["optimizer"]["state"][i]["exp_avg"] - mean).norm() / mean.norm())
+        other_mean = other["optimizer"]["state"][i]["exp_avg"]
+        errors.append((other_mean - mean).norm() / mean.norm())
     return max(errors)
 
 
-def test_a_step_depends_on_its_passes_by_eq_24_alone_and_not_on_processes(data, tmp_path):
-    """Four steps at a rate that matters; the last two of one run by four processes, not by two."""
+def test_a_training_step_does_not_depend_on_the_number_of_processes(data, tmp_path):
+    """Nor, without eq. 24, on the number of micro-batches. Processes change in the middle."""
     flags = [*TINY, f"--data={data}", "--training_bytes=1024", "--effective_batch_size=8",
              "--num_draws=2", "--redrawn=1", "--lambda_pi=1", "--lambda_target=10",
-             "--learning_rate=2e-2", "--warmup_bytes=1024"]  # no cosine: one run is cut short
+             "--learning_rate=2e-2", "--warmup_bytes=1024"]  # no cosine, since one run is cut short
 
     def trained(name, *more, processes=1):
         arguments = [*flags, f"--out_dir={tmp_path}/{name}", *more]
@@ -164,28 +207,34 @@ def test_a_step_depends_on_its_passes_by_eq_24_alone_and_not_on_processes(data, 
         return torch.load(tmp_path / name / "ckpt.pt")
 
     whole = trained("whole", "--batch_size=8")
-    assert whole["model"]["policy.weight"].abs().mean() > 5e-3 and whole["step"] == 4
+    assert whole["model"]["policy.linear.weight"].abs().mean() > 5e-3
+    assert whole["step"] == 4
     trained("processes", "--batch_size=4", "--training_bytes=512", processes=2)
-    cut = trained("processes", "--batch_size=2", "--resume=True", processes=4)
-    assert error_of_moments(whole, cut) < 1e-3
+    changed = trained("processes", "--batch_size=2", "--resume=True", processes=4)
+    assert error_of_moments(whole, changed) < 1e-3
+    logs = [[record for record in steps_of(tmp_path / name) if "auto" in record]
+            for name in ("whole", "processes")]
+    for one, other in zip(*logs, strict=True):
+        del one["flops_per_byte"], other["flops_per_byte"]  # depends on each process's longest row
+        assert other == pytest.approx(one, rel=1e-3, abs=1e-4)
     assert error_of_moments(whole, trained("passes", "--batch_size=2")) > 1e-2  # eq. 24
     whole = trained("untargeted", "--batch_size=8", "--lambda_target=0")
-    assert error_of_moments(whole, trained("one", "--batch_size=1", "--lambda_target=0")) < 1e-3
-    steps = [r["step"] for r in log_of(tmp_path / "processes") if "auto" in r]
-    assert steps == [1, 2, 3, 4]
+    both = trained("both", "--batch_size=2", "--lambda_target=0", processes=2)
+    assert error_of_moments(whole, both) < 1e-3
 
 
 def gradients(rows, wrap=lambda model: model):
-    """Of L of these rows with fixed boundaries, by the paper's estimator; eq. 24 counts tenfold."""
+    """Gradients of L on some of 4 rows with fixed boundaries, by the paper's estimator."""
     model = small_model().train()
     (x, y), generator = some_bytes(4, 32), torch.Generator().manual_seed(2)
     a = torch.rand(4, 32, generator=generator) < 0.3
     a[:, 0] = True
     net = wrap(model)
-    logp, early_logp, l, a = net(x[rows], y[rows], uniforms_for(a[None, rows]))
-    A = train.advantage(train.discounted_return((logp - early_logp).detach(), 0.99))
-    L = -logp.mean() - early_logp.mean()
-    (L + train.policy_loss(l, a, A) + 10 * train.target_loss(l, 0.5)).backward()
+    outputs = net(x[rows], y[rows], uniforms_for(a[None, rows]))
+    hp = SimpleNamespace(boundaries="learned", gamma=0.99, downsample_rate_target=0.5, lambda_pi=1,
+                         lambda_target=10, lambda_early=1)
+    L, _ = train.losses(model, *outputs, hp)
+    L.backward()
     return [p.grad for p in model.parameters()]
 
 
@@ -193,7 +242,7 @@ def one_of_two(rank, store, results):
     counter = CompileCounterWithBackend("eager")
 
     def wrap(model):
-        train.compile_blocks(model, backend=counter)
+        train.compile_model(model, backend=counter)
         return DistributedDataParallel(model)
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -213,58 +262,85 @@ def test_two_processes_give_the_gradient_of_one_and_their_blocks_compile_whole(t
 
 
 @pytest.mark.parametrize("K", [1, 2])
-def test_a_step_is_compiled_once_though_the_number_of_tokens_varies(K):
-    torch._dynamo.reset()  # of what other tests compiled
-    model, net, (x, y) = small_model().train(), small_model().train(), some_bytes(2, 64)
-    counter, compiled = CompileCounterWithBackend("eager"), []
-    train.compile_blocks(net, backend=counter)
+def test_a_training_step_is_compiled_once_though_the_number_of_tokens_varies(K):
+    torch._dynamo.reset()  # forget what other tests compiled
+    model, compiled = small_model().train(), small_model().train()
+    x, y = some_bytes(2, 64)
+    counter = CompileCounterWithBackend("eager")
+    train.compile_model(compiled, backend=counter)
+    graphs = []
     for i, rate in enumerate([0.3, 0.1, 0.9, 0.5, 1.0, 0.0, 0.7]):
         a = torch.rand(K, 2, 64, generator=torch.Generator().manual_seed(i)) < rate
         a[..., 0] = True
-        outputs, expected = (one(x, y, uniforms_for(a)) for one in (net, model))
+        expected = model(x, y, uniforms_for(a))
+        outputs = compiled(x, y, uniforms_for(a))
         (outputs[0].sum() + outputs[2].sum()).backward()
         torch.testing.assert_close(outputs[0], expected[0], atol=1e-4, rtol=1e-4)
-        compiled.append(counter.frame_count)
-    assert compiled[0] == compiled[-1] == 3 * K + 1  # layers and head, with gradient or not; policy
+        graphs.append(counter.frame_count)
+    # byte layers, token layers and head, with gradient and for K = 2 without; and the policy
+    assert graphs[0] == graphs[-1] == 3 * K + 1
 
 
-def test_it_trains_in_16_bits_as_in_32(data, tmp_path):
+def test_it_trains_in_16_bits_as_in_32_and_float16_scales_its_loss(data, tmp_path):
     reached = {}
     for dtype in "float32", "bfloat16", "float16":
         train.main([*TINY, f"--dtype={dtype}", "--warmup_bytes=0", "--learning_rate=1e-2",
-                    f"--training_bytes={24 * 4 * 32}", f"--data={data}",
+                    f"--training_bytes={24 * STEP}", f"--data={data}",
                     f"--out_dir={tmp_path}/{dtype}"])
         reached[dtype] = log_of(tmp_path / dtype)[-1]["val_bpb"]
-    assert reached["float32"] < 7.5 and len(set(reached.values())) == 3  # 8 at first
+    assert reached["float32"] < 7.5  # 8 at first
+    assert len(set(reached.values())) == 3
     assert reached == {dtype: pytest.approx(reached["float32"], abs=0.1) for dtype in reached}
+    saved = torch.load(tmp_path / "float16/ckpt.pt")
+    assert saved["scaler"]["scale"] > 1
+
+    saved["scaler"]["scale"] = 2.0**60  # overflows: the next steps are skipped, and halve it
+    torch.save(saved, tmp_path / "float16/ckpt.pt")
+    train.main([f"--out_dir={tmp_path}/float16", "--resume=True", f"--training_bytes={28 * STEP}"])
+    assert torch.load(tmp_path / "float16/ckpt.pt")["scaler"]["scale"] == 2.0**56
 
 
 # ---- Evaluation.
-
-
-def test_an_evaluations_numbers_are_those_of_a_plain_count(data):
+def test_the_metrics_of_an_evaluation_are_those_of_a_plain_count(data):
     model, shards = small_model(seq_len=32), open_shards(data, "val", 32)
-    results, shown = train.evaluate(model, shards, 6, 4, torch.autocast("cpu", enabled=False))
+    metrics, shown = train.evaluate(model, shards, 6, 4, torch.autocast("cpu", enabled=False))
     model.eval()
     rows = np.concatenate(shards)
     rows = [rows[i] for i in np.linspace(0, len(rows) - 1, 6).astype(int)]
     generator = torch.Generator().manual_seed(0)
-    u = [row for B in (4, 2) for row in torch.rand(1, B, 32, generator=generator)[0]]
+    u = [*torch.rand(4, 32, generator=generator), *torch.rand(2, 32, generator=generator)]
     bits, tokens, entropy = [], 0, []
-    for row, own_u in zip(rows, u):
+    for row, row_u in zip(rows, u):
         x, y = torch.tensor([[BOS, *row[:-1]]]), torch.tensor([[*row.tolist()]])
-        logp, _, l, a = model(x, y, own_u[None, None])
-        bits.append(sum(-logp[0, 0].tolist()[i] / math.log(2) for i in range(32)) / 32)
-        tokens += a.sum().item()
-        entropy += [-math.log(p if d else 1 - p)
-                    for p, d in zip(l[0, 0].sigmoid().tolist()[1:], a[0, 0].tolist()[1:])]
-    mean = sum(bits) / 6
-    deviation = math.sqrt(sum((b - mean) ** 2 for b in bits) / 5)
-    expected = {"val_bpb": mean, "val_stderr": deviation / math.sqrt(6),
-                "val_rate": tokens / (6 * 32),
-                "val_entropy": sum(entropy) / len(entropy)}
-    assert {key: results[key] for key in expected} == pytest.approx(expected, rel=1e-4)
-    assert bytes(byte for byte, _, _ in shown) == rows[0][:-1].tobytes()
+        logp, _, l, a = model(x, y, row_u[None, None])
+        p = l[0, 0].sigmoid().tolist()
+        decisions = a[0, 0].tolist()
+        if not bits:
+            assert shown == [(byte, decision, pytest.approx(q, rel=1e-4)) for byte, decision, q in
+                             zip(row[:-1].tolist(), decisions[1:], p[1:])]
+        bits.append(-logp[0, 0].sum().item() / math.log(2) / 32)
+        tokens += sum(decisions)
+        entropy += [-math.log(q if decision else 1 - q)
+                    for q, decision in zip(p[1:], decisions[1:])]
+    expected = {
+        "val_bpb": sum(bits) / 6, "val_stderr": np.std(bits, ddof=1) / math.sqrt(6),
+        "val_rate": tokens / (6 * 32), "val_entropy": sum(entropy) / len(entropy)}
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_validation_line_shows_the_metrics_of_validation_rows(data, trained, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / "out")
+    train.main([f"--out_dir={tmp_path}/out", "--resume=True", f"--training_bytes={13 * STEP}"])
+    model, _ = load_checkpoint(tmp_path / "out/ckpt.pt")
+    metrics, _ = train.evaluate(model, open_shards(data, "val", 32), 8, 2,
+                                torch.autocast("cpu", enabled=False))
+    logged = log_of(tmp_path / "out")[-1]
+    assert {key: logged[key] for key in metrics} == pytest.approx(metrics, rel=1e-4)
+    line = next(line for line in capsys.readouterr().out.splitlines() if "step 13 val" in line)
+    assert line == (
+        f"step 13 val {metrics['val_bpb']:.3f} bits/byte, rate {metrics['val_rate']:.3f} | tokens "
+        f"end: {metrics['ends_between']:.0%} between words, {metrics['ends_before']:.0%} on last "
+        f"letters, {metrics['ends_after']:.0%} on first letters")
 
 
 def test_where_tokens_end_is_counted_against_words():
@@ -276,13 +352,11 @@ def test_where_tokens_end_is_counted_against_words():
     assert where_tokens_end(x, a) == pytest.approx(expected)
 
 
-# ---- Stopping, going on, and what is refused.
-
-
+# ---- Stopping, resuming, and what is refused.
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])  # float16 has a GradScaler
-def test_a_run_stopped_and_resumed_is_the_run_that_was_not(how, dtype, data, tmp_path):
-    flags = [*TINY, f"--data={data}", f"--dtype={dtype}", f"--training_bytes={12 * 4 * 32}"]
+def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(how, dtype, data, tmp_path):
+    flags = [*TINY, f"--data={data}", f"--dtype={dtype}", f"--training_bytes={12 * STEP}"]
     train.main([*flags, f"--out_dir={tmp_path}/whole"])
     command = [sys.executable, ROOT / "train.py", *flags, f"--out_dir={tmp_path}/out"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -292,11 +366,11 @@ def test_a_run_stopped_and_resumed_is_the_run_that_was_not(how, dtype, data, tmp
             break
     rest = process.stdout.read()
     if how == signal.SIGINT:
-        assert process.wait() == 0 and "--resume=True" in rest
+        assert process.wait() == 0
+        assert "--resume=True" in rest
     else:
         assert process.wait() == -signal.SIGKILL
-    reached = torch.load(tmp_path / "out/ckpt.pt")["step"]
-    assert 4 <= reached < 12
+    assert torch.load(tmp_path / "out/ckpt.pt")["step"] >= 4
     train.main(["--resume=True", f"--out_dir={tmp_path}/out"])
     assert steps_of(tmp_path / "out") == steps_of(tmp_path / "whole")
     one, other = (torch.load(tmp_path / name / "ckpt.pt") for name in ("whole", "out"))
@@ -305,24 +379,59 @@ def test_a_run_stopped_and_resumed_is_the_run_that_was_not(how, dtype, data, tmp
         assert torch.equal(weights, other["model"][name])
 
 
-def test_a_flag_given_on_resume_overrides_the_checkpoints(data, trained, tmp_path):
+def test_a_second_ctrl_c_ends_the_program_at_once(data, tmp_path):
+    code = ("import os, signal, sys, train; stop = lambda: os.kill(os.getpid(), signal.SIGINT); "
+            "train.losses = lambda *_: [stop(), stop(), print('goes on')]; "
+            "train.main(sys.argv[1:])")
+    command = [sys.executable, "-c", code, *TINY, f"--data={data}", f"--out_dir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGINT
+    assert "goes on" not in done.stdout
+
+
+def test_a_flag_given_on_resume_overrides_the_checkpoint(trained, tmp_path):
+    """Any hyperparameter that does not change the shapes of the weights."""
     shutil.copytree(trained, tmp_path / "out")
-    train.main([f"--out_dir={tmp_path}/out", "--resume=True", "--weight_decay=0.25",
-                f"--training_bytes={16 * 4 * 32}"])
-    groups = torch.load(tmp_path / "out/ckpt.pt")["optimizer"]["param_groups"]
-    assert [group["weight_decay"] for group in groups] == [0.25, 0, 0]
+    flags = {"weight_decay": 0.25, "redrawn": 1.0, "policy_softcap": 1.0, "attention_window": 4,
+             "downsample_rate_target": 0.4, "num_draws": 3, "training_bytes": 16 * STEP}
+    train.main([f"--out_dir={tmp_path}/out", "--resume=True",
+                *[f"--{key}={value}" for key, value in flags.items()]])
+    model, saved = load_checkpoint(tmp_path / "out/ckpt.pt")
+    assert {key: saved["config"][key] for key in flags} == flags
+    assert model.config.downsample_rate_target == 0.4
+    decays = [group["weight_decay"] for group in saved["optimizer"]["param_groups"]]
+    assert decays == [0.25, 0, 0]
+
+
+def test_a_run_from_before_a_hyperparameter_existed_takes_its_default(trained, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / "out")
+    saved = torch.load(tmp_path / "out/ckpt.pt")
+    del saved["config"]["gamma"], saved["config"]["policy_scale"]
+    torch.save(saved, tmp_path / "out/ckpt.pt")
+    load_checkpoint(tmp_path / "out/ckpt.pt")
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "policy_scale" in error
+    train.main([f"--out_dir={tmp_path}/out", "--resume=True"])
+    line = capsys.readouterr().out.splitlines()[0]
+    assert "gamma, policy_scale" in line
+    saved["config"]["temperature"] = 1.0
+    torch.save(saved, tmp_path / "out/ckpt.pt")
+    error = refused(capsys, f"--out_dir={tmp_path}/out", "--resume=True")
+    assert "sets temperature, which train.py does not know" in error
 
 
 @pytest.mark.parametrize("how", [["--learning_rate=1e30"], ["--learning_rate=1e9", NEVER]])
 @pytest.mark.parametrize("boundaries", ["uniform", "learned"])
-def test_a_run_that_diverges_ends_in_one_line_and_keeps_the_checkpoint_before(
+def test_a_run_that_diverges_ends_in_one_line_and_keeps_the_last_checkpoint(
         boundaries, how, data, tmp_path):
     flags = [*TINY, f"--data={data}", f"--out_dir={tmp_path}", f"--boundaries={boundaries}",
              "--warmup_bytes=0"]
     run("train.py", *flags, "--training_bytes=512")
     before = (tmp_path / "ckpt.pt").read_bytes()
     _, error = run("train.py", *flags, "--training_bytes=2048", "--resume=True", *how, code=1)
-    assert error.count("\n") == 1 and "not finite" in error and "is kept as it was" in error
+    assert error.count("\n") == 1
+    assert "is not finite; use a smaller learning_rate" in error
     assert (tmp_path / "ckpt.pt").read_bytes() == before
 
 
@@ -333,10 +442,11 @@ def test_a_full_disk_ends_in_one_line_and_leaves_the_checkpoint_whole(trained, t
                "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
                "runpy.run_path(sys.argv[0], run_name='__main__')")
     done = subprocess.run([sys.executable, "-c", limited, ROOT / "train.py", "--resume=True",
-                           f"--out_dir={tmp_path}/out", f"--training_bytes={16 * 4 * 32}"],
+                           f"--out_dir={tmp_path}/out", f"--training_bytes={16 * STEP}"],
                           capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "what was saved before is whole" in done.stderr
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "cannot write" in done.stderr
     assert (tmp_path / "out/ckpt.pt").read_bytes() == before
 
 
@@ -350,47 +460,68 @@ def test_a_second_run_in_a_folder_is_refused_and_a_killed_one_leaves_it_free(dat
     finally:
         first.kill()
         first.communicate()
-    assert error.count("\n") == 1 and f"another run is at work in {tmp_path}" in error
+    assert error.count("\n") == 1
+    assert f"another run is writing to {tmp_path}" in error
     run("train.py", *flags, "--training_bytes=512")
 
 
 class Payload:
-    """What a malicious checkpoint would have torch.load do."""
+    """What a malicious checkpoint would make torch.load do."""
 
     def __reduce__(self):
         return print, ("executed",)
 
 
-@pytest.mark.parametrize("damage", ["a flipped bit", "an entry marked a folder", "a payload",
-                                    "a weight that is not finite", "a size that is missing"])
-def test_a_checkpoint_that_was_damaged_is_refused(damage, trained, tmp_path, capsys):
-    path = shutil.copy(trained / "ckpt.pt", tmp_path / "ckpt.pt")
-    raw, saved = bytearray(path.read_bytes()), torch.load(path)
-    if damage == "a flipped bit":
-        raw[raw.index(saved["model"]["head.weight"].numpy().tobytes())] ^= 1
-        path.write_bytes(raw)
-    elif damage == "an entry marked a folder":  # by a bit in the archive's directory
-        raw[raw.rindex(b"PK\1\2", 0, raw.rindex(b"/data/0")) + 38] ^= 16
-        path.write_bytes(raw)
-    else:
-        if damage == "a size that is missing":
-            del saved["model_config"]["policy_softcap"]  # the same as the default
-        elif damage == "a payload":
-            saved["step"] = Payload()
-        else:
-            saved["model"]["head.weight"][0, 0] = float("nan")
-        torch.save(saved, path)
-    with pytest.raises(ValueError, match="is no checkpoint of this version"):
-        load_checkpoint(path)
+def test_a_damaged_or_malicious_checkpoint_is_refused(trained, tmp_path, capsys):
+    path = tmp_path / "ckpt.pt"
+    whole = (trained / "ckpt.pt").read_bytes()
+    for damaged in whole[:-1000], b"", b"not a checkpoint":
+        path.write_bytes(damaged)
+        assert "is damaged, or not a checkpoint" in refused(
+            capsys, f"--out_dir={tmp_path}", "--resume=True")
+    torch.save({"config": Payload()}, path)
+    assert "is damaged" in refused(capsys, f"--out_dir={tmp_path}", "--resume=True")
     assert "executed" not in capsys.readouterr().out
+    torch.save({"model": {}}, path)
+    assert "is not a checkpoint of train.py" in refused(
+        capsys, f"--out_dir={tmp_path}", "--resume=True")
 
 
-@pytest.mark.parametrize("key", ["config", "optimizer", "scaler", "step", "rows_seen", "log_bytes"])
-def test_a_checkpoint_that_lacks_a_part_is_refused(key, trained, tmp_path, capsys):
-    saved = torch.load(trained / "ckpt.pt")
-    del saved[key]
-    torch.save(saved, tmp_path / "ckpt.pt")
-    assert "another version" in refused(capsys, f"--out_dir={tmp_path}", "--resume=True")
+def test_processes_that_see_different_data_end_in_one_line(data, tmp_path):
+    """As on two nodes without a shared disk."""
+    other = shutil.copytree(data, tmp_path / "data")
+    with open(other / "meta.json", "a") as file:
+        file.write("\n")
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank, folder in enumerate([data, other]):
+        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
+                            "MASTER_PORT": str(port)}
+        command = [sys.executable, ROOT / "train.py", *TINY, f"--data={folder}", "--batch_size=2",
+                   f"--out_dir={tmp_path}/{rank}"]
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE))
+    for process in processes:
+        _, error = process.communicate()
+        assert process.returncode == 2
+        assert b"train.py: the processes see different checkpoints or data" in error
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_one_process_of_several_stops_all_with_a_checkpoint(how, data, tmp_path):
+    command = [*TORCHRUN, "--nproc_per_node=2", ROOT / "train.py", *TINY, f"--data={data}", NEVER,
+               f"--out_dir={tmp_path}", "--batch_size=2", "--training_bytes=1e9"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step 2 "):
+            children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True)
+            os.kill(int(children.stdout.split()[-1]), how)
+            break
+    rest = process.stdout.read()
+    assert process.wait() == 0
+    step = torch.load(tmp_path / "ckpt.pt")["step"]
+    assert f"stopped after step {step}; continue with --resume=True" in rest
 
 
 def test_a_finished_run_is_not_overwritten(trained, data, capsys):
@@ -401,28 +532,31 @@ def test_a_finished_run_is_not_overwritten(trained, data, capsys):
 
 def test_a_checkpoint_of_another_shape_is_refused(trained, capsys):
     error = refused(capsys, f"--out_dir={trained}", "--resume=True", "--n_mid_layers=3")
-    assert "n_mid_layers" in error
+    assert "ckpt.pt does not fit these hyperparameters" in error
+    assert "middle.2" in error
 
 
 @pytest.mark.parametrize("name, flags, count, values", [  # Table 2
-    ("fineweb_147m", [], 146_938_368, (1.5e-3, 128, 4.5e8, 6e9, 1 / 5)),
-    ("codeparrot_90m", [], 90_296_832, (2e-3, 128, 2.5e8, 3.4e9, 1 / 5)),
-    ("aspect_ratio", ["--n_mid_layers=2", "--downsample_rate_target=1/2"], 23_489_536,
+    ("fineweb_147m", [], 146_939_136, (1.5e-3, 128, 4.5e8, 6e9, 1 / 5)),
+    ("codeparrot_90m", [], 90_297_600, (2e-3, 128, 2.5e8, 3.4e9, 1 / 5)),
+    ("aspect_ratio", ["--n_mid_layers=2", "--downsample_rate_target=1/2"], 23_490_048,
      (3e-3, 64, 1.1e8, 1.5e9, 1 / 2)),
-    ("aspect_ratio", [], 31_882_240, (3e-3, 64, 1.1e8, 1.5e9, 1 / 4)),
-    ("aspect_ratio", ["--n_mid_layers=6", "--downsample_rate_target=1/6"], 40_274_944,
+    ("aspect_ratio", [], 31_882_752, (3e-3, 64, 1.1e8, 1.5e9, 1 / 4)),
+    ("aspect_ratio", ["--n_mid_layers=6", "--downsample_rate_target=1/6"], 40_275_456,
      (3e-3, 64, 1.1e8, 1.5e9, 1 / 6)),
 ])
 def test_the_papers_configurations_have_the_papers_sizes_and_values(name, flags, count, values):
     path = str(ROOT / "config" / f"{name}.py")
-    h = train.DEFAULTS | read_command_line([path, *flags], train.DEFAULTS)
+    hp = train.DEFAULTS | read_command_line([path, *flags], train.DEFAULTS)
     with torch.device("meta"):
-        model = Model(ModelConfig(**train.model_config_of(h)))
+        model = Model(config_of(hp))
     assert sum(p.numel() for p in model.parameters()) == count
     keys = "learning_rate effective_batch_size warmup_bytes training_bytes downsample_rate_target"
-    assert tuple(h[key] for key in keys.split()) == values
-    assert (h["policy_learning_rate"], h["policy_start_bytes"]) == (values[0], 0)
+    assert tuple(hp[key] for key in keys.split()) == values
+    assert hp["policy_learning_rate"] == values[0]
+    assert hp["policy_start_bytes"] == 0
+    assert hp["early_exit"]
     keys = "seq_len attention_window policy_window policy_scale num_draws"
-    assert tuple(h[key] for key in keys.split()) == (4096, 64, 8, 16, 1)
+    assert tuple(hp[key] for key in keys.split()) == (4096, 64, 8, 16, 1)
     keys = "gamma lambda_pi lambda_target lambda_early"
-    assert tuple(h[key] for key in keys.split()) == (0.99, 1e-2, 1e-2, 1e-1)
+    assert tuple(hp[key] for key in keys.split()) == (0.99, 1e-2, 1e-2, 1e-1)
