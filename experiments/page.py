@@ -89,7 +89,8 @@ def statistics(steps):
                       f'<td><div class="bar" style="width: {count / total:.1%}"></div>\n')
     common = ""
     for token, count in tokens.most_common(50):
-        text = printable(token.decode(errors="replace")).replace("\n", "⏎").replace(" ", "␣")
+        text = printable(token.decode(errors="backslashreplace"))
+        text = text.replace("\n", "⏎").replace(" ", "␣")
         common += f"<li>{count} <code>{html.escape(text)}</code>\n"
     return f"""<h3>The fifty most common of {total} tokens, and their counts</h3>
 <ul>{common}</ul>

@@ -44,18 +44,19 @@ BATCHES = {256: 150, 1024: 40}  # bytes in a row: batches of 16 rows
 
 
 def advantages(G, early_G):
-    """A (K, rows, N) of every estimator, from the returns of 4 draws of 16 rows.
+    """A (K, B / K, N) of every estimator, from the returns of 4 draws of B rows.
 
-    G (4, 16, N) are the returns of log p, early_G (16, N) those of the early exit's log p.
+    G (4, B, N) are the returns of log p, early_G (B, N) those of the early exit's log p.
     """
+    B = G.size(1)
     R = G[:1] - early_G  # the return of eq. 15's reward, because returns are linear
     return {
         "raw": G[:1],
         "raw + batch mean": advantage(G[:1]),
         "early exit": R,
         "early exit + batch mean": advantage(R),
-        "2 draws": advantage(G[:2, :8]),
-        "4 draws": advantage(G[:, :4])}
+        "2 draws": advantage(G[:2, : B // 2]),
+        "4 draws": advantage(G[:, : B // 4])}
 
 
 def signal(g):
