@@ -1,77 +1,116 @@
 """
-Shows the boundaries of a text as a page that needs no other file (the paper's Figure 2).
+Shows where the tokens of a text end, on an HTML page without other files (the paper's Figure 2).
 
-    python experiments/page.py --out_dir=out --score=FILE --html=page.html
+    python -m experiments.page --out_dir=out --score=FILE --html=page.html
+    python -m experiments.page --out_dir=out --start="def main" --html=page.html
 
-The colour of a character is the policy's probability p of a boundary after it: dark blue 0,
-yellow 1. A red bar stands where a token ends. A character that the mouse points at, or that Tab
-reaches, tells its p, its bytes and the bits that they cost.
+--score reads a text, --start generates one. The colour of a character is the policy's probability p
+of a boundary after it: dark blue is 0, yellow is 1. A red bar stands where a token ends. Point at a
+character to see its p and the bits that it costs. Below the text are its most common tokens and a
+histogram of token lengths.
 """
 import html
 import math
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
 from matplotlib import colormaps
 from matplotlib.colors import to_hex
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from experiments.compare import parser_of
-from model import load_checkpoint
-from prepare import fail, printable
-from sample import characters, scored
+from config.command_line import argument_parser
+from config.terminal import characters, fail, printable
+from model import BOS, load_checkpoint
+from sample import generate, scored
 
+NEW_BYTES = 1000  # that --start generates
 STYLE = """
 :root { color-scheme: light dark }
 body { font: 16px/1.5 sans-serif; margin: 2em auto; max-width: 60em; padding: 0 1em 3em }
-.text { font: 15px/1.7 monospace; white-space: pre-wrap; overflow-wrap: anywhere }
-.end { box-shadow: inset -2px 0 #e00, inset -3px 0 #fff }
-.text span:is(:hover, :focus) { outline: 2px solid CanvasText; outline-offset: 1px }
-.text span:is(:hover, :focus)::after {
-  content: attr(data-told); position: fixed; inset: auto 0 0 0; padding: .5em 1em;
+.text { font: 15px/1.7 monospace; white-space: break-spaces; overflow-wrap: anywhere }
+[data-p] { font: inherit; padding-bottom: 3px } /* underscores lie that low */
+b { box-shadow: inset -2px 0 #e00, inset -3px 0 #fff }
+.text [data-p]:hover { outline: 2px solid CanvasText; outline-offset: 1px }
+.text [data-p]:hover::after {
+  content: "p = " attr(data-p) "%"; position: fixed; inset: auto 0 0 0; padding: .5em 1em;
   border-top: 1px solid; background: Canvas; color: CanvasText; pointer-events: none }
-.text span:hover::after { z-index: 1 }
+.text [data-b]:hover::after { content: "p = " attr(data-p) "%, " attr(data-b) " bits" }
+table { width: 100%; text-align: right; font-size: 14px; line-height: 1 }
+td:last-child { width: 100% }
+.bar { background: #7c7b78; height: 1em }
+ul { columns: 11em; font-size: 14px; padding: 0; list-style: none; overflow-wrap: anywhere }
 """
 
 
 def cell_colours(p):
-    """A cell's colour, told apart by the colour-blind as well, and its text's: #rrggbb, twice."""
+    """The colours of a character's cell and of its text, legible to the colour-blind as well."""
     return to_hex(colormaps["cividis"](p)), "#ffffff" if p < 0.47 else "#000000"
 
 
-def span(character, ends, p, told=""):
-    """A character as HTML, coloured by p, with a bar if a token ends; `told` stands after its p."""
-    told = f"p = {p:.2f}{told}{', a token ends' * ends}"
-    return (f'<span class="c{round(100 * p)}{" end" * ends}" tabindex="0" data-told="{told}">'
-            f'{html.escape(character).replace(chr(10), "⏎" + chr(10))}</span>')
+def cell(text, a, p, attributes=""):
+    """A character as HTML, coloured by p. The element is <b> where a token ends, else <i>."""
+    tag = "b" if a else "i"
+    text = html.escape(text).replace("\n", "⏎\n")
+    return f"<{tag} data-p={100 * p:.0f}{attributes}>{text}</{tag}>"
 
 
-def spans(steps):
-    """The characters of [(byte, a, p, nats)] as HTML; each tells its p, bytes and bits."""
-    made, first = [], 0
-    for character, ends, last in characters((step[0], step[1], i) for i, step in enumerate(steps)):
-        byte, _, p, nats = zip(*steps[first : last + 1])
-        told = f", bytes {bytes(byte).hex(' ')}, {sum(nats) / math.log(2):.2f} bits"
-        made.append(span(character, ends, p[-1], told))
+def cells(steps):
+    """The characters of [(byte, a, p, nats)] as HTML."""
+    made = ""
+    first = 0
+    numbered = [(byte, a, i) for i, (byte, a, _, _) in enumerate(steps)]
+    for text, a, last in characters(numbered):  # the numbers of a character's bytes
+        p = steps[last][2]
+        nats = sum(step[3] for step in steps[first : last + 1])
+        made += cell(text, a, p, f" data-b={nats / math.log(2):.1f}")
         first = last + 1
-    return "".join(made)
+    return made
+
+
+def statistics(steps):
+    """The most common tokens of [(byte, a, p, nats)] and a histogram of their lengths, as HTML."""
+    tokens = Counter()
+    token = b""
+    for byte, a, _, _ in steps:
+        token += bytes([byte])
+        if a:
+            tokens[token] += 1
+            token = b""
+    lengths = Counter()
+    for token, count in tokens.items():
+        lengths[len(token)] += count
+    total = lengths.total()
+
+    histogram = ""
+    for length, count in sorted(lengths.items()):
+        histogram += (f"<tr><td>{length}<td>{count}"
+                      f'<td><div class="bar" style="width: {count / total:.1%}"></div>\n')
+    common = ""
+    for token, count in tokens.most_common(50):
+        text = printable(token.decode(errors="backslashreplace"))
+        text = text.replace("\n", "⏎").replace(" ", "␣")
+        common += f"<li>{count} <code>{html.escape(text)}</code>\n"
+    return f"""<h3>The fifty most common of {total} tokens, and their counts</h3>
+<ul>{common}</ul>
+<h3>Token lengths in bytes, and their counts</h3>
+<table>{histogram}</table>"""
 
 
 def page(title, body):
     """A whole HTML page: title, legend and body."""
-    colours = [cell_colours(percent / 100) for percent in range(101)]
-    rules = "\n".join(f".c{percent} {{ background: {background}; color: {colour} }}"
-                      for percent, (background, colour) in enumerate(colours))
-    gradient = f"linear-gradient(to right, {', '.join(colour for colour, _ in colours[::10])})"
+    legend = "".join(cell(f" {p:.0%} ", False, p) for p in (0, 0.25, 0.5, 0.75, 1))
+    rules = ""
+    for percent in range(101):
+        background, colour = cell_colours(percent / 100)
+        rules += f'[data-p="{percent}"] {{ background: {background}; color: {colour} }}\n'
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title><style>{STYLE}{rules}</style>
 <h1>{title}</h1>
-<p>probability p of a boundary after the character:
-0 <span style="padding: 0 6em; background: {gradient}"></span>&nbsp;1 &emsp;
-<span class="c50 end">&nbsp;</span> a token ends here</p>
+<p>p, the probability of a boundary after the character: {legend}
+<br><b data-p=50>&nbsp;</b> a token ends here</p>
 {body}
 </html>
 """
@@ -79,35 +118,41 @@ def page(title, body):
 
 def as_html(texts):
     """A page of texts, each (heading, [(byte, a, p, nats)])."""
-    return page("Token boundaries", "\n".join(
-        f'<h2>{html.escape(printable(heading))}</h2><div class="text">{spans(steps)}</div>'
-        for heading, steps in texts))
+    body = ""
+    for heading, steps in texts:
+        body += f"""<h2>{html.escape(printable(heading))}</h2>
+<div class="text">{cells(steps)}</div>
+{statistics(steps)}
+"""
+    return page("Token boundaries", body)
 
 
 def write(path, text):
-    """Writes a file whole or, if the disk is full, not at all."""
-    Path(f"{path}.part").write_text(text, encoding="utf-8")
-    os.replace(f"{path}.part", path)
-
-
-def user_path(text):
-    return Path(text).expanduser()
+    Path(path).write_text(text, encoding="utf-8")
+    print(f"wrote {path}")
 
 
 def main(argv):
-    parser = parser_of(__doc__)
+    parser = argument_parser(__doc__)
     add = parser.add_argument
-    add("--out_dir", type=user_path, default="out", help="that train.py wrote to (%(default)s)")
-    add("--score", type=user_path, metavar="FILE", required=True, help="the text")
-    add("--html", type=user_path, metavar="FILE", required=True, help="the page to write")
+    add("--out_dir", default="out", help="folder where train.py left ckpt.pt (%(default)s)")
+    add("--html", metavar="FILE", required=True, help="the page to write")
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    add("--score", metavar="FILE", help="show this text")
+    add("--start", help="continue this text and show the result")
     options = parser.parse_args(argv)
+    torch.manual_seed(0)
     try:
-        text = options.score.read_bytes()
-        if options.html.exists() and options.html.samefile(options.score):
-            fail(f"--html={options.html} is the text; give the page another name")
-        model, _ = load_checkpoint(options.out_dir / "ckpt.pt")
-        torch.manual_seed(0)  # of the draws
-        write(options.html, as_html([(str(options.score), list(scored(model, text, "cpu")))]))
+        model, _ = load_checkpoint(Path(options.out_dir).expanduser() / "ckpt.pt")
+        if options.score:
+            heading = options.score
+            stream = scored(model, Path(options.score).expanduser().read_bytes())
+        else:
+            heading = f"generated after {options.start}"
+            prompt = torch.tensor([[BOS, *os.fsencode(options.start)]])
+            stream = generate(model, prompt, NEW_BYTES, temperature=0.8, top_k=50)
+        steps = [(int(byte), bool(a), float(p), float(nats)) for byte, a, p, nats in stream]
+        write(Path(options.html).expanduser(), as_html([(heading, steps)]))
     except (OSError, ValueError) as error:
         fail(error)
 
