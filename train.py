@@ -244,9 +244,9 @@ def main(argv):
         if resuming:
             saved = read_checkpoint(checkpoint)
             old = saved["config"]
-            if unknown := old.keys() - DEFAULTS.keys():
+            if unknown := sorted(old.keys() - DEFAULTS.keys()):
                 fail(f"{checkpoint} sets {', '.join(unknown)}, which train.py does not know")
-            if missing := DEFAULTS.keys() - old.keys():
+            if missing := sorted(DEFAULTS.keys() - old.keys()):
                 print(f"{checkpoint} does not set {', '.join(missing)}; using the default")
             chosen = old | chosen
         hp = SimpleNamespace(**DEFAULTS | chosen)

@@ -47,6 +47,6 @@ def as_before():
 def run(*command, code=0):
     """Runs a program of the repository; returns what it printed on stdout and on stderr."""
     done = subprocess.run([sys.executable, ROOT / command[0], *command[1:]],
-                          capture_output=True, cwd=ROOT)
+                          capture_output=True, cwd=ROOT, timeout=120)
     assert done.returncode == code, done.stderr.decode()
     return done.stdout.decode(), done.stderr.decode()

@@ -1,4 +1,5 @@
 """train.py: the loop, data order, evaluation, and stopping and resuming."""
+import itertools
 import json
 import math
 import os
@@ -343,6 +344,19 @@ def test_the_validation_line_shows_the_metrics_of_validation_rows(data, trained,
         f"letters, {metrics['ends_after']:.0%} on first letters")
 
 
+def test_a_log_line_shows_the_loss_in_bits_and_the_speed_since_the_last_line(
+        data, tmp_path, monkeypatch, capsys):
+    seconds = itertools.count()  # the clock's next reading is always a second later
+    monkeypatch.setattr(train.time, "perf_counter", lambda: next(seconds))
+    train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}", f"--training_bytes={4 * STEP}"])
+    steps = [record for record in log_of(tmp_path) if "auto" in record]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "entropy" in line]
+    for record, line in zip(steps, lines, strict=True):
+        assert record["bytes_per_second"] == STEP
+        assert f"| {record['auto'] / math.log(2):.3f} bits/byte, " in line
+        assert f"{4 - record['step']} s left" in line
+
+
 def test_where_tokens_end_is_counted_against_words():
     x = torch.tensor([[BOS, *"It’s öé Ж".encode()]])
     ends = 0, 2, 3, 4, 5, 6, 8, 9, 11, 13  # <bos>; t; in ’, in it, ’; s; in ö, ö; é; in Ж
@@ -356,7 +370,7 @@ def test_where_tokens_end_is_counted_against_words():
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])  # float16 has a GradScaler
 def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(how, dtype, data, tmp_path):
-    flags = [*TINY, f"--data={data}", f"--dtype={dtype}", f"--training_bytes={12 * STEP}"]
+    flags = [*TINY, f"--data={data}", f"--dtype={dtype}", f"--training_bytes={40 * STEP}"]
     train.main([*flags, f"--out_dir={tmp_path}/whole"])
     command = [sys.executable, ROOT / "train.py", *flags, f"--out_dir={tmp_path}/out"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -433,6 +447,21 @@ def test_a_run_that_diverges_ends_in_one_line_and_keeps_the_last_checkpoint(
     assert error.count("\n") == 1
     assert "is not finite; use a smaller learning_rate" in error
     assert (tmp_path / "ckpt.pt").read_bytes() == before
+
+
+def test_weights_that_are_not_finite_are_not_saved(data, tmp_path, monkeypatch):
+    """Even if Ctrl-C asks for a checkpoint right after the update that broke them."""
+    monkeypatch.setattr(train, "stop_signals", [])
+
+    def losses(model, logp, *_):
+        model.head.linear.weight.register_hook(lambda grad: train.stop_signals.append(1))
+        return -logp.mean(), {"auto": -logp.mean()}
+
+    monkeypatch.setattr(train, "losses", losses)
+    with pytest.raises(FloatingPointError, match="step 1: a weight is not finite"):
+        train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}", NEVER, "--warmup_bytes=0",
+                    "--learning_rate=1e38", "--weight_decay=1e38"])
+    assert not (tmp_path / "ckpt.pt").exists()
 
 
 def test_a_full_disk_ends_in_one_line_and_leaves_the_checkpoint_whole(trained, tmp_path):
