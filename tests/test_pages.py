@@ -143,11 +143,10 @@ def test_a_watched_run_opens_at_the_last_of_its_evaluations(watched):
     assert re.findall(r"<p>(.*) bits per byte, rate 0.200</p>", made) == [
         f"{m:.2f} MB read, {8 / (1 + m):.3f}" for m in MEGABYTES]
     points = re.findall(r'<circle cx="(.*?)" cy="(.*?)"', made)
-    (_, y0), *_, (x5, y5) = points = [(float(x), float(y)) for x, y in points]
-    assert x5 == 440 and 0 <= y0 < y5 <= 150
+    assert re.findall(r'end">(.*)</text>', made) == ["8.40", "3.26", "1.27"]  # 5% beyond 8 and 4/3
     for (x, y), m in zip(points, MEGABYTES, strict=True):
-        assert x / x5 == pytest.approx(m / 5, abs=0.01)
-        assert (y - y0) / (y5 - y0) == pytest.approx(math.log(1 + m) / math.log(6), abs=0.01)
+        fraction = math.log(8.4 * (1 + m) / 8) / math.log(8.4 / (0.95 * 8 / 6))
+        assert (float(x), float(y)) == pytest.approx((440 * m / 5, 150 * fraction), abs=0.1)
 
 
 def test_the_picture_shows_evaluations_near_0_half_and_1_megabytes_and_the_last(watched):
