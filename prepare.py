@@ -1,17 +1,20 @@
 """
-Cuts a corpus into byte shards for train.py.
+Cuts text into rows of bytes that train.py can read.
 
     python prepare.py                                            # Python's own standard library
     python prepare.py --dataset=files --input ~/books 'src/**/*.c'
     python prepare.py --dataset=fineweb --max_bytes=6e9
     python prepare.py --dataset=hf --hf_path=some/file.jsonl --text_column=content
 
-data/<name>/train_00000.bin, ..., val_00000.bin, ... hold rows of --seq_len bytes and nothing else.
-meta.json comes last: where it is, the set is complete. An interrupted run, started again with the
-same options, goes on from its last full shard and ends with the same files.
+A document gives as many rows of --seq_len bytes as fit; the rest of it is left out. Its rows all go
+to train or all to val. They are stored end to end in data/<name>/train_00000.bin, val_00000.bin
+and so on.
+
+meta.json is written last, so a folder that has it is complete. Until then, progress.json says how
+far the work has come. If the program is stopped, the same command continues from there and ends
+with the same files.
 """
 import argparse
-import errno
 import glob
 import hashlib
 import json
@@ -21,380 +24,318 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
+from config.terminal import fail, printable  # noqa: F401  printable until nothing imports it here
+
 SPLITS = "train", "val"
-COUNTERS = "documents", "short_documents", "left_out_bytes", "taken"  # bytes of the next
-HF_DEFAULTS = {
+HF_PRESETS = {
+    "hf": {},
     "fineweb": {"hf_path": "HuggingFaceFW/fineweb", "hf_name": "sample-10BT"},
     "codeparrot": {"hf_path": "codeparrot/codeparrot-clean", "text_column": "content"},
-    "hf": {},
 }
-
-
-def printable(text):
-    """Text that is safe to send to a terminal: control characters become their pictures."""
-    text = text.translate({i: 0x2400 + i for i in range(32) if chr(i) != "\n"})
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
-
-
-def fail(message, code=2):
-    """Ends any of the programs the way every mistake does: one line on stderr, exit code 2."""
-    print(f"{Path(sys.argv[0]).name}:", *printable(str(message)).split(), file=sys.stderr)
-    sys.exit(code)
-
+locks = []  # a lock is released when nothing refers to it
 
 # --------------------------------------------------------------------------------------------------
-# The format: shards of a split's rows, all full but for the last, and a state that tells how many
-# bytes each split has: meta.json when all is done, progress.json until then.
+# Reading shards
 
 
 def open_shards(folder, split, seq_len):
-    """The split's shards, read from disk as they are used; ValueError if they are damaged.
+    """Opens the shards of a split without reading them into memory.
 
-    A list of np.memmap (rows, seq_len) uint8; seq_len divides the length of the rows prepared.
+    Returns a list of np.memmap (rows, seq_len) uint8. Raises ValueError if the folder is not
+    complete or seq_len does not divide the length of its rows.
     """
-    state = read_state(Path(folder, "meta.json"))
-    if state["seq_len"] % seq_len:
-        raise ValueError(f"seq_len={seq_len} does not divide the {state['seq_len']} bytes of a row "
-                         f"in {folder}")
-    return [np.memmap(path, np.uint8, "r").reshape(-1, seq_len)
-            for path in shard_paths(folder, split, state)]
+    meta = Path(folder, "meta.json")
+    if not meta.exists():
+        raise ValueError(f"no {meta}; make the data first: python prepare.py --help")
+    state = json.loads(meta.read_text())
+    if state["options"]["seq_len"] % seq_len:
+        raise ValueError(f"seq_len={seq_len} does not divide the {state['options']['seq_len']} "
+                         f"bytes of a row in {folder}")
+    return map_shards(folder, split, state, seq_len)
+
+
+def map_shards(folder, split, state, seq_len):
+    """Maps the bytes that the state says a split has; ValueError if the shards hold fewer.
+
+    All shards but the last are full, that is, they have shard_bytes bytes.
+    """
+    shard_bytes = state["options"]["shard_bytes"]
+    total = state[split]["bytes"]
+    shards = []
+    for start in range(0, total, shard_bytes):
+        path = Path(folder, f"{split}_{start // shard_bytes:05d}.bin")
+        size = min(shard_bytes, total - start)
+        if not path.exists() or path.stat().st_size < size:
+            raise ValueError(f"{path} is missing or shorter than {size} bytes; remove {folder} and "
+                             "make the data again")
+        shards.append(np.memmap(path, np.uint8, "r", shape=(size // seq_len, seq_len)))
+    return shards
 
 
 def read_rows(shards, numbers):
-    """The rows with these numbers, counted through all shards: (len(numbers), seq_len) uint8."""
-    starts = np.cumsum([0, *map(len, shards)])
-    which = np.searchsorted(starts, numbers, "right") - 1
-    return np.stack([shards[i][number - starts[i]] for i, number in zip(which, numbers)])
-
-
-def read_state(path, counters=()):
-    """What meta.json or progress.json holds; ValueError unless prepare.py can have written it."""
-    if not path.exists():
-        raise ValueError(f"no {path}; make the data first: python prepare.py --help")
-    try:
-        state = json.loads(path.read_bytes())
-        seq_len, shard_bytes = state["seq_len"], state["options"]["shard_bytes"]
-        held = [state[split]["bytes"] for split in SPLITS]
-        numbers = [seq_len, shard_bytes, *held, *(state[key] for key in counters)]
-        if (all(type(number) is int and number >= 0 for number in numbers) and shard_bytes
-                and not any(number % seq_len for number in [shard_bytes, *held])
-                and all(type(state[split]["sha256"]) is dict for split in SPLITS)
-                and (counters or all(held))):  # a complete set has rows in both splits
-            return state
-    except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError, RecursionError):
-        pass
-    raise ValueError(f"{path} is not what prepare.py writes; remove {path.parent} and make it anew")
-
-
-def shard_paths(folder, split, state, cut=False):
-    """The paths of the split's shards; ValueError unless each is as long as the state tells."""
-    held, shard_bytes = state[split]["bytes"], state["options"]["shard_bytes"]
-    paths = []
-    for start in range(0, held, shard_bytes):
-        path = Path(folder, f"{split}_{start // shard_bytes:05d}.bin")
-        told, size = min(shard_bytes, held - start), path.stat().st_size if path.exists() else 0
-        if cut and size > told:  # a killed run wrote on after its last note
-            os.truncate(path, told)
-        elif size != told:
-            raise ValueError(f"{path} {f'has {size}' if size else 'is missing, not'} of {told} "
-                             f"bytes; remove {folder} and make it anew")
-        paths.append(path)
-    return paths
-
-
-def sha256_of(paths):
-    """{name: checksum} of files that are not empty."""
-    return {path.name: hashlib.sha256(np.memmap(path, mode="r")).hexdigest() for path in paths}
+    """Returns the rows with these numbers, counted across shards: (len(numbers), seq_len) uint8."""
+    full = len(shards[0])
+    return np.stack([shards[number // full][number % full] for number in numbers])
 
 
 # --------------------------------------------------------------------------------------------------
-# Sources. Each document is a buffer of bytes.
+# Sources of documents
 
 
-def find_files(inputs, out_dir):
-    """Sorted real paths of the files that files, folders and globs name, each once."""
-    found = set()
-    for name in inputs:
-        matches = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
-        if not matches:
-            fail(f"--input={name}: no such file or folder, and no glob that matches one")
-        for folder in [match for match in matches if os.path.isdir(match)]:
-            for place, _, files in os.walk(folder, onerror=fail):
-                matches.extend(os.path.join(place, file) for file in files)
-        found.update(map(os.path.realpath, matches))
-    own = os.path.realpath(out_dir) + os.sep  # a corpus folder may hold its own shards
-    return sorted(path for path in found if os.path.isfile(path) and not path.startswith(own))
-
-
-def stdlib_files():
-    """Sorted paths of the running Python's standard-library source."""
-    root, others = Path(sysconfig.get_path("stdlib")), {"site-packages", "dist-packages"}
-    return sorted(str(path) for path in root.rglob("*.py")
-                  if not path.is_symlink() and not others & {*path.relative_to(root).parts})
-
-
-def describe(files, sizes):
-    """One line that changes when a file comes, goes or changes its size."""
-    listing = "".join(f"{size} {path}\n" for size, path in zip(sizes, files))
-    number = hashlib.blake2b(os.fsencode(listing), digest_size=8).hexdigest()
-    return f"{len(files)} files, {sum(sizes)} bytes, listing {number}"
+def find_files(options, out_dir):
+    """Returns the sorted paths of the files of --dataset=stdlib or files, without empty ones."""
+    if options["dataset"] == "stdlib":
+        found = {str(path) for path in Path(sysconfig.get_path("stdlib")).rglob("*.py")
+                 if not path.is_symlink() and "-packages" not in str(path)}  # no site-packages
+    else:
+        found = set()
+        for name in options["input"]:
+            matches = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
+            if not matches:
+                fail(f"--input={name} is not a file or folder, and no glob that matches one")
+            for match in matches:
+                found.update(map(os.path.realpath, [match, *Path(match).rglob("*")]))
+    own = os.path.realpath(out_dir) + os.sep  # our shards may lie inside an input folder
+    return sorted(path for path in found
+                  if os.path.isfile(path) and os.path.getsize(path) and not path.startswith(own))
 
 
 def open_hf(options):
-    """Opens a Hugging Face dataset, on the hub or in a local file or folder, as a stream."""
-    path, column = options["hf_path"], options["text_column"]
-    builder = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(path).suffix)
-    source = {"path": builder, "data_files": path} if builder else {"path": path}
+    """Opens a Hugging Face dataset, on the hub or on disk, as a stream.
+
+    Returns it and a description of its version: the hub's commit, or a hash of the paths and
+    modification times of local files.
+    """
+    import datasets  # here because it takes seconds
+    from pyarrow.dataset import ParquetFragmentScanOptions
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported below
+    datasets.logging.get_logger("datasets.utils.file_utils").setLevel("WARNING")  # retries
+    path = options["hf_path"]
+    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(path).suffix)
     try:
-        import datasets  # not above: it takes seconds
-        import huggingface_hub
-        datasets.disable_progress_bars()
-        huggingface_hub.logging.set_verbosity_error()  # it tells of each retry
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # and it of what is raised
-        dataset = datasets.load_dataset(
-            **source, name=options.get("hf_name"), split=options["split"], streaming=True)
-        first = next(iter(dataset), {})  # reach the data before anything is written
-    except Exception as error:  # datasets, its file systems and its parsers have dozens
+        builder = datasets.load_dataset_builder(
+            kind or path, options.get("hf_name"), data_files=path if kind else None)
+        # otherwise pyarrow holds as much of a Parquet file as it has read
+        builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
+        dataset = builder.as_streaming_dataset(options["split"])
+        if os.path.exists(path):  # a disk is fast, and pyarrow reads up to 1 GB ahead
+            dataset = dataset.reshard()  # but not beyond a row group
+    except Exception as error:  # datasets and the libraries below it have dozens of types
         fail(f"cannot open --hf_path={path} --split={options['split']}: {error}")
-    texts = [name for name, value in first.items() if value is None or isinstance(value, str)]
-    if column not in texts:
-        fail(f"--text_column={column} is no text in {path}, which has {', '.join(texts) or 'none'}")
-    return dataset
+    return dataset, f"{builder.config_id} {builder.hash}"
 
 
 def read_hf(dataset, state):
-    """Yields the documents from where state["stream"], the dataset's own bookmark, says."""
-    options = state["options"]
+    """Yields each document from the state's bookmark on, with its own bookmark."""
+    column = state["options"]["text_column"]
+    bookmark = state["bookmark"]
     try:
-        if state["stream"]:
-            dataset.load_state_dict(state["stream"])
+        if bookmark:
+            dataset.load_state_dict(bookmark)
         for example in dataset:
-            yield (example[options["text_column"]] or "").encode()
-            state["stream"] = dataset.state_dict()
+            if column not in example:
+                fail(f"--text_column={column} does not exist; the columns are {[*example]}")
+            yield (example[column] or "").encode(), bookmark
+            bookmark = dataset.state_dict()
     except Exception as error:
-        fail(f"{options['hf_path']}: {error}; run the same command again to go on")
+        fail(f"cannot read --text_column={column}: {error}; run the same command again to continue")
 
 
 # --------------------------------------------------------------------------------------------------
-# Writing.
+# Writing shards
 
 
 def lock(folder):
-    """Keeps the folder from other processes until this one ends; False if another has it."""
+    """Locks a folder until this process ends; returns False if another process holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)  # stays open
+    file_lock = FileLock(folder / ".lock", is_singleton=True)
     try:
-        if os.name == "nt":
-            import msvcrt
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # these three: it is held; another: this file system has no locks
-        return error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
+        file_lock.acquire(timeout=0)
+    except Timeout:
+        return False
+    locks.append(file_lock)
     return True
 
 
 def write_json(path, state):
-    """Writes the state, whole or not at all."""
+    """Writes the state to a file, completely or not at all."""
     part = Path(f"{path}.part")
-    part.write_text(json.dumps(state, indent=1) + "\n")
+    part.write_text(json.dumps(state, indent=1))
     os.replace(part, path)
 
 
-def write_shards(documents, out_dir, state, alone=False):
-    """Cuts the documents into rows and the rows into shards, from where the state stands.
+def append(folder, split, state, rows):
+    """Writes rows, a buffer of bytes, at the end of a split."""
+    shard_bytes = state["options"]["shard_bytes"]
+    while len(rows):
+        index, held = divmod(state[split]["bytes"], shard_bytes)
+        block = rows[: shard_bytes - held]
+        with open(folder / f"{split}_{index:05d}.bin", "ab" if held else "wb") as file:
+            file.write(block)
+        state[split]["bytes"] += len(block)
+        rows = rows[len(block) :]
 
-    A document goes to val if its 64-bit hash, as a fraction of 2**64, is below val_fraction. If
-    only one has rows, it is `alone`, and the share val_fraction at its end goes to val.
+
+def write_documents(documents, folder, state):
+    """Writes the rows of the documents, up to max_bytes, and the state about once per shard.
+
+    A document goes to val if its 64-bit hash, divided by 2**64, is below val_fraction. But if a
+    split is still empty, the last document with rows goes there. If there is only one, the share
+    val_fraction at its end goes to val.
     """
     options = state["options"]
-    seq_len, shard_bytes = options["seq_len"], options["shard_bytes"]
-    limit = options.get("max_bytes", sys.maxsize) // seq_len * seq_len
-    most_rows = sys.maxsize if options["split_documents"] else 1
-    total = sum(state[split]["bytes"] for split in SPLITS)
-    with tqdm(total=limit if "max_bytes" in options else None, initial=total, unit="B",
-              unit_scale=True, disable=None) as bar:  # None: not when stderr is no terminal
-        for document in documents:
-            number = int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big")
-            rows = min(len(document) // seq_len, most_rows)
-            end = min(rows * seq_len, state["taken"] + limit - total)
-            val_start = 0 if number < options["val_fraction"] * 2**64 else end  # train before it
-            if alone:
-                val_start = end - max(int(end // seq_len * options["val_fraction"]), 1) * seq_len
-            while state["taken"] < end:
-                start = state["taken"]
-                split, stop = ("train", val_start) if start < val_start else ("val", end)
-                index, held = divmod(state[split]["bytes"], shard_bytes)
-                block = document[start : min(stop, start + shard_bytes - held)]
-                with open(out_dir / f"{split}_{index:05d}.bin", "ab" if held else "wb") as file:
-                    file.write(block)
-                total += len(block)
-                state["taken"] += len(block)
-                state[split]["bytes"] += len(block)
-                bar.update(len(block))
-                if held + len(block) == shard_bytes:
-                    write_json(out_dir / "progress.json", state)
-            state["documents"] += 1
-            state["short_documents"] += rows == 0
-            state["left_out_bytes"] += len(document) - state["taken"]
-            state["taken"] = 0
-            if total >= limit:
+    seq_len = options["seq_len"]
+    limit = options.get("max_bytes", sys.maxsize)
+    most = limit if options["split_documents"] else seq_len
+    total = saved = state["train"]["bytes"] + state["val"]["bytes"]
+    split = "train"
+    rows = b""  # of the latest document; written when another one follows
+    with tqdm(total=options.get("max_bytes"), initial=total, unit="B", unit_scale=True,
+              disable=None) as bar:  # None: no bar if stderr is not a terminal
+        for document, bookmark in documents:
+            size = min(len(document), most, limit - total) // seq_len * seq_len
+            if size:
+                append(folder, split, state, rows)
+                if total - saved >= options["shard_bytes"]:
+                    saved = total
+                    state["bookmark"] = bookmark
+                    write_json(folder / "progress.json", state)
+                number = int(hashlib.blake2b(document, digest_size=8).hexdigest(), 16)
+                split = "val" if number < options["val_fraction"] * 2**64 else "train"
+                rows = document[:size]
+            total += size
+            bar.update(size)
+            state["left_out_bytes"] += len(document) - size
+            if limit - total < seq_len:
                 break
+
+    empty = [name for name in SPLITS if not state[name]["bytes"]]
+    if len(empty) == 2:
+        val_rows = max(int(len(rows) // seq_len * options["val_fraction"]), 1)
+        start = len(rows) - val_rows * seq_len
+        append(folder, "train", state, rows[:start])
+        append(folder, "val", state, rows[start:])
+    else:
+        if empty:
+            split = empty[0]
+        append(folder, split, state, rows)
 
 
 # --------------------------------------------------------------------------------------------------
-# The program.
+# The program
 
 
-def byte_count(text):
-    """A positive whole number, which may be written 6e9."""
-    if not 1 <= float(text) < sys.maxsize or float(text) % 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(float(text))
+def whole_number(text):
+    """Parses a positive whole number, which may be written as 6e9."""
+    number = float(text)
+    if number < 1 or number % 1:
+        raise ValueError
+    return int(number)
 
 
 def parse(argv):
-    """Returns (out_dir, the options that decide what is written)."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+    """Returns out_dir and a dict of the options that decide what is written."""
+    parser = argparse.ArgumentParser(description=__doc__, argument_default=argparse.SUPPRESS,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail
-    add, user = parser.add_argument, os.path.expanduser
-    add("--dataset", default="stdlib", choices=["stdlib", "files", *HF_DEFAULTS])
-    add("--input", type=user, nargs="+", action="extend", help="files, folders (recursive), globs")
-    add("--hf_path", type=user, help="hub name, or local .jsonl, .json, .parquet or folder, for hf")
-    add("--hf_name", help="configuration, e.g. sample-100BT for fineweb")
+    add = parser.add_argument
+    add("--dataset", default="stdlib", choices=["stdlib", "files", *HF_PRESETS])
+    add("--input", nargs="+", action="extend", help="files, folders and globs")
+    add("--hf_path", help="name on the hub, or local .jsonl, .json, .parquet or folder")
+    add("--hf_name", help="configuration of a Hugging Face dataset, e.g. sample-100BT")
     add("--split", help="split of a Hugging Face dataset (train)")
-    add("--text_column", help="column that holds the document (text)")
-    add("--name", help="name of the set (the dataset's)")
-    add("--out_dir", type=user, help="where the shards go (data/<name>)")
-    add("--seq_len", type=byte_count, default=4096, help="bytes in a row (%(default)s)")
+    add("--text_column", help="column that holds the documents (text)")
+    add("--out_dir", help="folder of the shards (data/<dataset>)")
+    add("--seq_len", type=whole_number, default=4096, help="bytes per row (%(default)s)")
     add("--split_documents", action=argparse.BooleanOptionalAction,
-        help="cut a long document into rows (stdlib, files) or keep its first row only (others)")
+        help="use all rows of a document (default for stdlib and files) or only its first")
     add("--val_fraction", type=float, default=0.02, help="share of the documents (%(default)s)")
-    add("--max_bytes", type=byte_count, help="stop after so many bytes of rows, e.g. 6e9")
-    add("--shard_bytes", type=byte_count, default=10**8, help="size of a shard (%(default)s)")
-    add("--verify", action="store_true", help="only compare a finished set with its checksums")
-    options = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
+    add("--max_bytes", type=whole_number, help="stop after this many bytes of rows, e.g. 6e9")
+    add("--shard_bytes", type=whole_number, default=10**8, help="size of a shard (%(default)s)")
+    options = vars(parser.parse_args(argv))
 
-    dataset, hf = options["dataset"], ["hf_path", "hf_name", "split", "text_column"]
-    own = {"stdlib": [], "files": ["input"]}.get(dataset, hf)
-    for option in ["input", *hf]:
-        if option in options and option not in own:
-            fail(f"--{option} has no meaning for --dataset={dataset}; leave it out or give another")
-    if own == hf:
-        options = {"split": "train", "text_column": "text", **HF_DEFAULTS[dataset], **options}
-    if own and own[0] not in options:
-        fail(f"--dataset={dataset} needs --{own[0]}")
+    dataset = options["dataset"]
+    seq_len = options["seq_len"]
+    for option, needed in ("input", "files"), ("hf_path", "hf"):
+        if (option in options) != (dataset == needed):
+            fail(f"--{option} and --dataset={needed} need each other")
     if not 0 < options["val_fraction"] < 1:
         fail(f"--val_fraction={options['val_fraction']} must lie between 0 and 1")
-    seq_len = options["seq_len"]
+    if dataset in HF_PRESETS:
+        options = {"split": "train", "text_column": "text", **HF_PRESETS[dataset], **options}
+    options.setdefault("split_documents", dataset not in HF_PRESETS)
     options["shard_bytes"] = max(options["shard_bytes"] // seq_len, 1) * seq_len
-    options.setdefault("split_documents", own != hf)
-    name = options.pop("name", Path(options["hf_path"]).name if dataset == "hf" else dataset)
-    return Path(options.pop("out_dir", Path("data", name))), options
-
-
-def check_same(old, new, out_dir):
-    """Ends the program if options or source are not those of the set that out_dir holds."""
-    others = [f"{key}={old.get(key)} (now {new.get(key)})"
-              for key in {**old, **new} if old.get(key) != new.get(key)]
-    if others:
-        fail(f"{out_dir} holds a set made with {', '.join(others)}; remove it or give prepare.py "
-             "another --out_dir")
-
-
-def finish(out_dir, state):
-    """Writes meta.json; ends the program if a split has no rows."""
-    progress, seq_len = out_dir / "progress.json", state["seq_len"]
-    shards = {split: shard_paths(out_dir, split, state) for split in SPLITS}
-    if not all(shards.values()):
-        for path in [progress, *shards["train"], *shards["val"]]:  # in the way of the next try
-            path.unlink()
-        empty = " and ".join(split for split in SPLITS if not shards[split])
-        fail(f"no rows for {empty}: {state['documents']} documents, {state['short_documents']} of "
-             f"them shorter than --seq_len={seq_len}; give more documents (or --max_bytes), a "
-             "smaller --seq_len or another --val_fraction")
-    for split in SPLITS:
-        held = state[split]["bytes"]
-        state[split] |= {"rows": held // seq_len, "sha256": sha256_of(shards[split])}
-        print(printable(f"{out_dir}: {split} {held // seq_len:,} rows, {held / 1e6:,.1f} MB"))
-    print(f"left out, {state['left_out_bytes']:,} bytes: {state['short_documents']:,} of "
-          f"{state['documents']:,} documents, too short for a row, and the ends of the others")
-    del state["taken"], state["stream"]
-    write_json(out_dir / "meta.json", state)
-    progress.unlink(missing_ok=True)
+    return Path(options.pop("out_dir", f"data/{dataset}")), options
 
 
 def prepare(out_dir, options):
-    """Makes the set in out_dir, or what is missing of it."""
-    meta, progress = out_dir / "meta.json", out_dir / "progress.json"
-    if meta.exists():
-        check_same(read_state(meta)["options"], options, out_dir)
-        progress.unlink(missing_ok=True)  # killed between the two
-        print(printable(f"{out_dir} is already there, with these options"))
-        return
+    """Makes the set in out_dir, or continues where an earlier run stopped."""
     if not lock(out_dir):
-        fail(f"another prepare.py is at work in {out_dir}; wait for it, or give another --out_dir")
-    dataset = None
-    if options["dataset"] in HF_DEFAULTS:
-        dataset, place = open_hf(options), options["hf_path"]
-        files = find_files([place], out_dir) if os.path.exists(place) else []
-    else:
-        files = find_files(options["input"], out_dir) if "input" in options else stdlib_files()
-    sizes = [os.path.getsize(path) for path in files]
-    source = describe(files, sizes)
+        fail(f"another prepare.py is writing {out_dir}; wait for it or give another --out_dir")
+    meta = out_dir / "meta.json"
+    progress = out_dir / "progress.json"
+    state = {"options": options, "train": {"bytes": 0}, "val": {"bytes": 0}, "left_out_bytes": 0,
+             "bookmark": 0}
+    for path in progress, meta:
+        if path.exists():
+            state = json.loads(path.read_text())
+    if state["options"] != options:
+        fail(f"{out_dir} was made with {state['options']}; remove it or give another --out_dir")
+    if meta.exists():
+        progress.unlink(missing_ok=True)  # left by a run that was killed on its last line
+        print(f"{out_dir} is already complete")
+        return
 
-    if progress.exists():
-        state = read_state(progress, COUNTERS)
-        old = {**state["options"], "source": state.get("source")}
-        check_same(old, {**options, "source": source}, out_dir)
+    if options["dataset"] in HF_PRESETS:
+        dataset, source = open_hf(options)
+        documents = read_hf(dataset, state)
+    else:
+        files = find_files(options, out_dir)
+        source = f"{len(files)} files, {sum(map(os.path.getsize, files))} bytes"
+        # mapped, because a file may be larger than memory
+        documents = ((np.memmap(files[i], mode="r"), i)
+                     for i in range(state["bookmark"], len(files)))
+    if state.setdefault("source", source) != source:
+        fail(f"{out_dir} was begun with {state['source']}, now it is {source}; remove it")
+    try:
         for split in SPLITS:
-            shard_paths(out_dir, split, state, cut=True)
-    elif [*out_dir.glob("train_*.bin"), *out_dir.glob("val_*.bin")]:
-        fail(f"{out_dir} holds shards without meta.json; remove them or give prepare.py another "
-             "--out_dir")
-    else:
-        state = {"seq_len": options["seq_len"], "source": source, "options": options,
-                 **{split: {"bytes": 0, "sha256": {}} for split in SPLITS},
-                 **dict.fromkeys(COUNTERS, 0), "stream": None}
-        write_json(progress, state)
-    if dataset:
-        write_shards(read_hf(dataset, state), out_dir, state)
-    else:  # mapped: a file need not fit in memory
-        mapped = (np.memmap(path, mode="r") if size else b""
-                  for path, size in [*zip(files, sizes)][state["documents"]:])
-        long = sum(size >= options["seq_len"] for size in sizes)
-        write_shards(mapped, out_dir, state, alone=long == 1)
-    finish(out_dir, state)
-
-
-def verify(out_dir):
-    """Compares the sha256 of every shard with meta.json; exit code 1 where one differs."""
-    state = read_state(out_dir / "meta.json")
-    told = {**state["train"]["sha256"], **state["val"]["sha256"]}
-    paths = [path for split in SPLITS for path in shard_paths(out_dir, split, state)]
-    wrong = [name for name, sha256 in sha256_of(paths).items() if told.get(name) != sha256]
-    if wrong:
-        fail(f"{', '.join(wrong)} in {out_dir}: not as they were made; make the set anew", code=1)
-    print(printable(f"{out_dir}: all {len(paths)} shards agree with meta.json"))
+            for shard in map_shards(out_dir, split, state, 1)[-1:]:
+                os.truncate(shard.filename, len(shard))  # to what progress.json counts
+    except ValueError as error:
+        fail(error)
+    write_documents(documents, out_dir, state)
+    if not state["train"]["bytes"]:
+        fail(f"fewer than two rows of --seq_len={options['seq_len']} bytes; give more text, a "
+             "smaller --seq_len or a larger --max_bytes")
+    del state["bookmark"]
+    write_json(meta, state)
+    progress.unlink(missing_ok=True)
+    print(f"{out_dir}: {state['train']['bytes']:,} bytes for training, "
+          f"{state['val']['bytes']:,} for validation, {state['left_out_bytes']:,} left out")
 
 
 def main(argv=None):
-    """Runs the command line; a mistake ends it with one line and exit code 2, Ctrl-C with 130."""
+    """Runs the command line. Exits with code 2 after a mistake and with 130 after Ctrl-C."""
     try:
-        out_dir, options = parse(sys.argv[1:] if argv is None else argv)
-        verify(out_dir) if options.pop("verify") else prepare(out_dir, options)
+        prepare(*parse(argv))
     except KeyboardInterrupt:
-        fail("interrupted; the same command goes on", code=130)
-    except ValueError as error:
-        fail(error)
+        fail("interrupted; run the same command again to continue", code=130)
     except OSError as error:
-        fail(f"{error}; mend this and run the same command again to go on")
+        fail(f"{error}; fix this and run the same command again to continue")
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")
-    main()
+    try:
+        main()
+        code = 0
+    except SystemExit as error:
+        code = error.code
+    # pyarrow's threads can abort or block a normal exit
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

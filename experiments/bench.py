@@ -1,254 +1,191 @@
 """
-How fast a training step is on this machine, against the other systems' and a matrix product.
+How fast a training step is, compared with the other systems' and with a matrix product.
 
-    python experiments/bench.py             the quick run's model; minutes, then all lines at once
-    python experiments/bench.py --compile=False --batch_size=4
-    python experiments/bench.py --gpu       the paper's 147M model alone, for one H100 or H200
-    python experiments/bench.py --runs=out-learned,out-uniform   finished runs', on their texts
+    python -m experiments.bench             the quick run's model, and the same with longer rows
+    python -m experiments.bench --compile=False --batch_size=4
+    python -m experiments.bench --gpu       the paper's 147M model, for one H100 or H200
+    python -m experiments.bench --runs=out-learned,out-uniform    finished runs, on their own data
 
-Every hyperparameter of train.py is a flag or in a configuration file. In a comparison each step
-lives in a process of its own, and the processes take turns, half a second each. Numbers are
-medians of the rounds, +- half the interquartile range. Compare those of one run only.
+All other flags and configuration files are train.py's. Steps take turns, so that a slow
+minute of the machine slows all of them. Times are medians over the turns, +- half the interquartile
+range. FLOPs are those executed. Compare numbers of one run of this program only.
 """
 import itertools
-import math
-import multiprocessing
-import os
 import statistics
 import sys
 import time
 from collections import defaultdict
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch.nn as nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
-from config.command_line import check, read_command_line
-from experiments.compare import ROOT, parser_of
+from config.command_line import argument_parser, check, device_and_dtype, read_command_line
+from config.terminal import fail
 from experiments.measures import executed_flops
-from model import ModelConfig, load_checkpoint, make_model
-from prepare import fail, open_shards
+from model import config_of, load_checkpoint, make_model
+from prepare import open_shards
 
-ROUNDS = 20
+TURNS = 20
 SIDE = 8192 if torch.cuda.is_available() else 2048  # of the matrix product
-PIECES = "encode", "policy_terms", "boundaries", "boundary_logits", "predict", "log_likelihood"
-os.environ["KINETO_LOG_LEVEL"] = "6"  # torch's profiler, which counts memory, is silent
+PIECES = "encode", "policy", "predict", "head"  # of Model.forward
 
 
-def seconds(function):
-    """What one call takes."""
+def seconds(function, *arguments):
+    """The seconds that a call takes, and what it returns."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     wait()
-    start = time.perf_counter()
-    function()
+    started = time.perf_counter()
+    result = function(*arguments)
     wait()
-    return time.perf_counter() - start
+    return time.perf_counter() - started, result
 
 
-def row(name, values, unit, note=""):
-    """Prints a line of a table."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    print(f"  {name:30} {middle:9.4g} +- {(high - low) / 2:<8.2g} {unit:8} {note}".rstrip())
+# ---- A setting is (hp, model, shards).
+def new_setting(hp, **changes):
+    """An untrained model and random bytes; the policy's rate is at its target."""
+    hp = SimpleNamespace(**vars(hp) | changes)
+    torch.manual_seed(0)
+    rows = torch.randint(256, (hp.batch_size, hp.seq_len), dtype=torch.uint8)
+    return hp, make_model(config_of(vars(hp))), [rows.numpy()]
 
 
-# ---- What is measured. h is a dictionary of train.py's hyperparameters.
-
-
-def new_model(h):
-    """A model in training."""
-    return make_model(ModelConfig(**train.model_config_of(h))).to(h["device"]).train()
-
-
-def loss(logp, early_logp, l, a, h):
-    """Eq. 15-18 and 24-27, as in train.py's loop."""
-    A = train.advantage(train.discounted_return((logp - early_logp).detach(), h["gamma"]))
-    L_pi = train.policy_loss(l, a, A)
-    L_tgt = train.target_loss(l, h["downsample_rate_target"])
-    L = -logp[0].mean() - h["lambda_early"] * early_logp.mean()
-    return L + (h["boundaries"] == "learned") * (h["lambda_pi"] * L_pi + h["lambda_target"] * L_tgt)
-
-
-def finished_run(out_dir, h):
-    """The run's hyperparameters, on h's machine, and where its weights are."""
-    path = Path(out_dir, "ckpt.pt")
+def finished_run(out_dir, hp):
+    """A trained model and its training data, on the device that hp names."""
     try:
-        made = load_checkpoint(path)[1]["config"]
-        open_shards(made["data"], "train", made["seq_len"])
+        model, saved = load_checkpoint(Path(out_dir, "ckpt.pt"))
+        machine = {"device": hp.device, "dtype": hp.dtype, "compile": hp.compile}
+        hp = SimpleNamespace(**vars(hp) | saved["config"] | machine)
+        return hp, model, open_shards(hp.data, "train", hp.seq_len)
     except (OSError, ValueError) as error:
         fail(error)
-    return made | {"weights": path} | {key: h[key] for key in ("device", "dtype", "compile")}
 
 
-def training_step(h, timed=lambda name, function: function):
-    """A function that does a step as train.py does it, on random bytes or on a run's text."""
-    torch.manual_seed(0)
-    model = new_model(h)
-    if "weights" in h:
-        model.load_state_dict(load_checkpoint(h["weights"])[0].state_dict())
-        shards = open_shards(h["data"], "train", h["seq_len"])
-    else:
-        shards = [torch.randint(256, (h["batch_size"], h["seq_len"]), dtype=torch.uint8).numpy()]
-    learned = h["boundaries"] == "learned"
-    batches = itertools.cycle(train.micro_batches(
-        shards, 0, h["num_draws"] if learned else 1,
-        SimpleNamespace(**h | {"effective_batch_size": 32 * h["batch_size"]}), 0, 1, h["device"]))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-9, fused=True)  # p stays at the target
-    autocast = torch.autocast(h["device"], getattr(torch, h["dtype"]), h["dtype"] != "float32")
-    if h["compile"]:
-        train.compile_blocks(model)
-    for name in PIECES if learned else ():
-        setattr(model, name, timed(name, getattr(model, name)))
+def training_step(hp, model, shards, timed=lambda name, function: function):
+    """A function that does a training step as train.py does, and returns its boundaries a.
+
+    timed(name, function) replaces each piece of the step.
+    """
+    model.to(hp.device).train()
+    if hp.compile:
+        train.compile_model(model)
+    many = SimpleNamespace(**vars(hp) | {"effective_batch_size": 32 * hp.batch_size})
+    batches = itertools.cycle(train.micro_batches(shards, 0, many, 0, 1, hp.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)  # the rate stays
+    autocast = torch.autocast(hp.device, getattr(torch, hp.dtype), enabled=hp.dtype != "float32")
+    for name in PIECES:
+        if hasattr(model, name):
+            vars(model)[name] = timed(name, getattr(model, name))  # hides the method or module
 
     def update():
-        nn.utils.clip_grad_norm_(model.parameters(), h["grad_clip"])
+        torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     def step():
         with autocast:
-            outputs = model(*next(batches))
-        L = timed("losses", loss)(*outputs, h)
-        if not learned:
-            L = L + model.boundary_loss(*outputs[2:])
+            logp, early_logp, l, a = model(*next(batches))
+        L, _ = timed("losses", train.losses)(model, logp, early_logp, l, a, hp)
         timed("backward", L.backward)()
         timed("clipping and AdamW", update)()
+        return a
 
     return step
 
 
-def matrix_product(h):
-    """A function: SIDE^3 multiplications and additions."""
-    z = torch.randn(SIDE, SIDE, device=h["device"], dtype=getattr(torch, h["dtype"]))
-    return partial(torch.mm, z, z)
+def compare_steps(title, settings):
+    """Prints a table of training steps, from a dictionary of settings."""
+    steps = {name: training_step(*setting) for name, setting in settings.items()}
+    times = {name: [] for name in steps}  # seconds per byte
+    for turn in range(1 + TURNS):
+        for name, step in steps.items():
+            step()  # fills the caches
+            duration, a = seconds(step)
+            if turn:  # the first one compiles
+                times[name].append(duration / a[0].numel())
+    print(f"{title}; the last column is the time per byte, relative to {name}")
+    reference = times[name]
+    for name, step in steps.items():
+        a = step()
+        bytes_per_step = a[0].numel()
+        _, model, _ = settings[name]
+        flops = executed_flops(model, a).item()
+        low, middle, high = statistics.quantiles(times[name], n=4)
+        spread = (high - low) / 2 / middle
+        ratio = statistics.median(t / r for t, r in zip(times[name], reference))
+        print(f"  {name:20} {1e-3 / middle:8.1f} kB/s +- {spread:4.0%} "
+              f"{1e3 * bytes_per_step * middle:8.1f} ms {flops / 1e9:8.1f} GFLOP "
+              f"{flops / bytes_per_step / middle / 1e12:6.2f} TFLOP/s {ratio:6.2f}")
 
 
-# ---- A process for each of them.
+def print_matrix_product(hp):
+    """Prints the speed of a matrix product, which no training step can exceed."""
+    z = torch.randn(SIDE, SIDE, device=hp.device, dtype=getattr(torch, hp.dtype))
+    times = [seconds(torch.mm, z, z)[0] for _ in range(TURNS)]
+    print(f"matrix product: {2 * SIDE**3 / statistics.median(times) / 1e12:.2f} TFLOP/s")
 
 
-def begin(make, h):
-    global function
-    function = make(h)
-    function()  # compiles
-
-
-def measure():
-    """Seconds of a call, the mean over half a second of them."""
-    calls = math.ceil(0.5 / seconds(function))  # this call fills the caches again
-    return seconds(lambda: [function() for _ in range(calls)]) / calls
-
-
-def peak_memory():
-    """The most bytes that a call holds beyond what was held before it."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        function()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(profile_memory=True) as profile:
-        function()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events))
-
-
-def print_share(steps, products, h):
-    """Prints FLOP/s as executed, over those of the matrix product, of their seconds."""
-    u = torch.rand(h["num_draws"], h["batch_size"], h["seq_len"])
-    flops = executed_flops(new_model(h), u < h["downsample_rate_target"]).item()
-    ceiling = [2 * SIDE**3 / one for one in products]
-    row("matrix product", [one / 1e12 for one in ceiling], "TFLOP/s")
-    row("learned, of the product's", [flops / a / b for a, b in zip(steps, ceiling)], "")
-
-
-def bench_steps(settings, h):
-    """Prints the table of training steps, of hyperparameters by name; returns all seconds."""
-    measured = {name: (training_step, one) for name, one in settings.items()}
-    measured["matrix product"] = matrix_product, h
-    spawn = multiprocessing.get_context("spawn")
-    workers = {name: ProcessPoolExecutor(1, spawn, begin, arguments)
-               for name, arguments in measured.items()}
-
-    def of(name, function):
-        return workers[name].submit(function).result()
-
-    rounds = [{name: of(name, measure) for name in measured} for _ in range(ROUNDS + 1)]
-    times = {name: [one[name] for one in rounds[1:]] for name in measured}
-    memory = {name: of(name, peak_memory) for name in settings}
-    for worker in workers.values():
-        worker.shutdown()
-
-    print("training step; its peak memory beyond weights; its time a byte over the last one's")
-    speeds = {name: [g["batch_size"] * g["seq_len"] / one for one in times[name]]
-              for name, (_, g) in measured.items()}
-    for name in settings:
-        ratio = statistics.median(a / b for a, b in zip(speeds[[*settings][-1]], speeds[name]))
-        row(name, [speed / 1e3 for speed in speeds[name]], "kB/s",
-            f"{memory[name] / 1e6:.0f} MB, {ratio:.2f} times")
-    return times
-
-
-def bench_pieces(h):
-    """Prints where the milliseconds of a learned step go, and its three dearest kernels."""
+def print_pieces(hp):
+    """Prints how long each piece of a learned step takes."""
     spent = defaultdict(float)
 
     def timed(name, function):
         def call(*arguments):
-            results = []
-            spent[name] += seconds(lambda: results.append(function(*arguments)))
-            return results[0]
+            duration, result = seconds(function, *arguments)
+            spent[name] += duration
+            return result
         return call
 
-    step = training_step(h, timed)
-    step()
+    step = training_step(*new_setting(hp), timed)
+    step()  # compiles
     spent.clear()
-    whole = seconds(lambda: [step() for _ in range(ROUNDS)])
-    print("pieces of a learned step")
-    for name, one in spent.items():
-        print(f"  {name:30} {1e3 * one / ROUNDS:9.4g} ms, {one / whole:.1%}")
-    with torch.profiler.profile() as profile:
-        step()
-    time = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    kernels = sorted(profile.key_averages(), key=lambda event: -getattr(event, time))
-    for event in kernels[:3]:
-        print(f"  {event.key[:60]} {getattr(event, time) / 1e3:.4g} ms, {event.count} calls")
-
-
-def bench_alone(h):
-    """Prints speed, share of the machine's FLOP/s, and memory of learned steps in this process."""
-    begin(training_step, h)
-    times = [measure() for _ in range(ROUNDS)]
-    row("learned", [h["batch_size"] * h["seq_len"] / 1e3 / one for one in times], "kB/s",
-        f"{peak_memory() / 1e9:.3g} GB beyond weights")
-    begin(matrix_product, h)
-    print_share(times, [measure() for _ in range(ROUNDS)], h)
+    for _ in range(TURNS):
+        spent["whole step"] += seconds(step)[0]
+    print("pieces of a learned step, with the second draw")
+    for name, total in spent.items():
+        print(f"  {name:20} {1e3 * total / TURNS:8.1f} ms")
 
 
 def main(argv):
-    parser = parser_of(__doc__)
-    parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--runs", help="their --out_dirs")
+    parser = argument_parser(__doc__)
+    parser.add_argument("--gpu", action="store_true", help="the paper's 147M model")
+    parser.add_argument("--runs", help="folders of finished runs, separated by commas")
     options, others = parser.parse_known_args(argv)
-    others = [f"{ROOT}/config/fineweb_147m.py"] * options.gpu + others
-    h = train.DEFAULTS | read_command_line(others, train.DEFAULTS)
-    check(SimpleNamespace(**h))
-    h["device"], h["dtype"] = train.device_and_dtype(h["device"], h["dtype"])
-    print("torch", torch.__version__, h["device"], h["dtype"], torch.get_num_threads(), "threads")
-    if options.runs:
-        return bench_steps({run: finished_run(run, h) for run in options.runs.split(",")}, h)
     if options.gpu:
-        bench_alone(h)
+        others = ["config/fineweb_147m.py", *others]
+    hp = SimpleNamespace(**train.DEFAULTS | read_command_line(others, train.DEFAULTS))
+    check(hp)
+    hp.device, hp.dtype = device_and_dtype(hp.device, hp.dtype)
+    torch.set_float32_matmul_precision("high")  # as in train.py
+    torch.use_deterministic_algorithms(hp.device == "cpu")
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch._dynamo.config.recompile_limit = 64  # all settings share the layers' code
+    print(f"torch {torch.__version__}, {hp.device}, {hp.dtype}, {torch.get_num_threads()} threads")
+    print_matrix_product(hp)
+    if options.runs:
+        runs = {out_dir: finished_run(out_dir, hp) for out_dir in options.runs.split(",")}
+        compare_steps("finished runs", runs)
+        return
+    if options.gpu:
+        compare_steps("the paper's model", {"learned": new_setting(hp)})
+        if hp.device == "cuda":
+            print(f"peak memory: {torch.cuda.max_memory_allocated() / 1e9:.3g} GB")
     else:
-        times = bench_steps({
-            "learned": h, **{f"learned, K={K}": h | {"num_draws": K} for K in (1, 4)},
-            **{rule: h | {"boundaries": rule} for rule in ("random", "none", "uniform")}}, h)
-        print_share(times["learned"], times["matrix product"], h)
-    bench_pieces(h)
+        compare_steps(f"rows of {hp.seq_len} bytes", {
+            "learned": new_setting(hp),
+            "learned, K=1": new_setting(hp, num_draws=1),
+            "learned, K=4": new_setting(hp, num_draws=4),
+            "none": new_setting(hp, boundaries="none"),
+            "random": new_setting(hp, boundaries="random"),
+            "uniform": new_setting(hp, boundaries="uniform")})
+        for N in (1024, 4096):
+            size = {"seq_len": N, "batch_size": 8192 // N}
+            compare_steps(f"rows of {N} bytes", {
+                "none": new_setting(hp, **size, boundaries="none"),
+                "learned": new_setting(hp, **size)})
+    print_pieces(hp)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

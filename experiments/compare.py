@@ -1,21 +1,20 @@
 """
-Trains systems that place boundaries in different ways on the same rows and compares them.
+Trains systems that place boundaries in different ways on the same rows, and compares them.
 
-    python experiments/compare.py --systems=learned,uniform,hnet --seeds=2 --bytes=20e6
-    python experiments/compare.py --systems=learned-w8,none config/x.py --gamma=0.9 --equal=flops
+    python -m experiments.compare --systems=learned,uniform,hnet --seeds=2 --training_bytes=20e6
+    python -m experiments.compare --systems=learned-w8,none config/x.py --gamma=0.9 --name=x
 
-A system is a value of train.py's --boundaries, but no path; learned-w8 sets policy_window to 8.
-The configuration file and all other flags go to train.py. Finished runs are not repeated, stopped
-ones go on. Writes experiments/results/NAME/, anew from all runs in it: evaluations.jsonl, a line
-an evaluation; table.md; loss.png and loss.svg, the paper's Figures 3 and 4.
+A system is a value of train.py's --boundaries; learned-w8 also sets policy_window to 8. The
+configuration file and all other flags go to train.py. Finished runs are not repeated, and stopped
+runs continue. Writes to experiments/results/NAME/, from all runs in runs/ there:
 
-With --equal=flops --bytes is the length of the first system's runs. The others read as many bytes
-as the same FLOPs allow, as executed, with a schedule over exactly those.
+    evaluations.jsonl   one line per evaluation
+    table.md            means over seeds of the last evaluations
+    loss.png, loss.svg  bits per byte over FLOPs: the paper's Figures 3 and 4
 """
-import argparse
 import json
-import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -23,40 +22,28 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
-import numpy as np
-import torch
+from cycler import cycler
+
+from config.command_line import argument_parser, check, read_command_line
+from config.terminal import fail
+from experiments.measures import paper_flops_per_byte
+from experiments.systems import SYSTEMS
+from model import load_checkpoint, read_checkpoint
+from train import DEFAULTS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
-sys.path.insert(0, str(ROOT))
-import train
-from config.command_line import check, read_command_line
-from experiments.measures import executed_flops, paper_flops_per_byte
-from model import ModelConfig, inputs_and_targets, load_checkpoint, make_model
-from prepare import fail, open_shards, read_rows
+NAMES = ["learned", *SYSTEMS]
 
-STYLES = {  # of a system in every figure: Okabe and Ito's colours, and a marker beside them
-    "learned": ("#000000", "o"), "uniform": ("#E69F00", "s"), "random": ("#56B4E9", "^"),
-    "whitespace": ("#009E73", "D"), "bpe": ("#F0E442", "v"), "gumbel": ("#0072B2", "P"),
-    "hnet": ("#D55E00", "X"), "none": ("#CC79A7", "*")}
-LINES = "-", "--", ":", "-."  # tell a system's variants apart
-plt.rcParams["svg.hashsalt"] = "tokens"  # the same runs draw the same svg, byte for byte
+# a figure's lines differ in colour, marker and dashes
+plt.rcParams["axes.prop_cycle"] = cycler(
+    color=plt.get_cmap("tab10").colors, marker=[*"os^DvPX*<>"], linestyle=["-", "--"] * 5)
+plt.rcParams["svg.hashsalt"] = "tokens"  # the same runs give the same svg, byte for byte
 os.environ.setdefault("SOURCE_DATE_EPOCH", "0")
 
 
-# ---- For all scripts in this folder.
-
-
-def parser_of(usage):
-    """A command line's parser, with `usage` as its help."""
-    parser = argparse.ArgumentParser(
-        description=usage, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.error = fail
-    return parser
-
-
 def table(head, rows):
-    """Markdown of lists of cells."""
+    """A Markdown table of strings."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -68,178 +55,173 @@ def save_figure(figure, path):
     plt.close(figure)
 
 
-# ---- A run and its cost. h is a dictionary of train.py's hyperparameters.
+def boundaries_and_window(system):
+    """"learned-w8" -> ("learned", "8"), and "learned" -> ("learned", None)."""
+    return re.fullmatch(r"(.*?)(?:-w(\d+))?", system).groups()
 
 
+def order(system):
+    """A key that sorts systems as in NAMES, each before its variants."""
+    boundaries, _ = boundaries_and_window(system)
+    return NAMES.index(boundaries), system
+
+
+# ---- Training.
 def hyperparameters(system, seed, arguments):
-    """The flags of train.py that make a run of this system, and h, which can run."""
-    boundaries, _, window = system.partition("-w")
-    if boundaries not in STYLES:
-        fail(f"--systems={system!r} is none of {', '.join(STYLES)}, learned-w8, ...")
+    """The flags of train.py for a run of the system, and the hyperparameters they give."""
+    boundaries, window = boundaries_and_window(system)
+    if boundaries not in NAMES:
+        fail(f"unknown system '{system}'; choose from {', '.join(NAMES)}, learned-w8, ...")
     flags = [*arguments, f"--boundaries={boundaries}", f"--seed={seed}"]
-    flags += [f"--policy_window={window}"] * bool(window)
-    h = train.DEFAULTS | read_command_line(flags, train.DEFAULTS)
-    check(SimpleNamespace(**h))
-    return flags, h
+    if window:
+        flags.append(f"--policy_window={window}")
+    hp = SimpleNamespace(**DEFAULTS | read_command_line(flags, DEFAULTS))
+    check(hp)
+    return flags, hp
 
 
-def run(flags, out_dir):
-    """Trains to the end, or goes on where it stopped; returns whether that went well."""
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)  # a run that fails has a row in the table too
-    except OSError as error:
-        fail(error)
-    command = [sys.executable, ROOT / "train.py", *flags, f"--out_dir={out_dir}"]
-    process = subprocess.Popen(command + ["--resume=True"] * (out_dir / "ckpt.pt").exists())
+def check_unchanged(out_dir, hp):
+    """Ends the program if out_dir holds a run with other hyperparameters."""
+    checkpoint = out_dir / "ckpt.pt"
+    if not checkpoint.exists():
+        return
+    old = DEFAULTS | read_checkpoint(checkpoint)["config"]
+    for key, value in vars(hp).items():
+        if key not in ("out_dir", "resume", "device", "compile") and value != old[key]:
+            fail(f"{out_dir} was trained with {key}={old[key]!r}, not {value!r}; "
+                 "use another --name")
+
+
+def train_to_end(flags, out_dir):
+    """Runs train.py, or continues a run that was stopped; returns whether it succeeded."""
+    resume = (out_dir / "ckpt.pt").exists()
+    command = [sys.executable, ROOT / "train.py", *flags]
+    process = subprocess.Popen([*command, f"--out_dir={out_dir}", f"--resume={resume}"])
     try:
         return process.wait() == 0
-    except KeyboardInterrupt:  # train.py has got it too, and saves
+    except KeyboardInterrupt:  # train.py receives it too, and writes a checkpoint
         process.wait()
         sys.exit(130)
 
 
-def check_made(out_dir, h):
-    """Ends the program if a run is there that was made with other hyperparameters."""
-    if (out_dir / "ckpt.pt").exists():
-        made = load_checkpoint(out_dir / "ckpt.pt")[1]["config"]
-        for key in h.keys() - {"out_dir", "resume", "device", "compile"}:
-            if made.get(key) != h[key]:
-                fail(f"{out_dir} was made with {key}={made.get(key)!r}, not {h[key]!r}; "
-                     "give another --name")
-
-
-def expected_flops_per_byte(h):
-    """Of 256 training rows: at the boundaries of the system's rule, or else at the target rate."""
-    model = make_model(ModelConfig(**train.model_config_of(h)))
-    try:
-        shards = open_shards(h["data"], "train", h["seq_len"])
-    except ValueError as error:
-        fail(error)
-    x, _ = inputs_and_targets(read_rows(shards, np.arange(sum(map(len, shards)))[:256]))
-    draws = h["num_draws"] if h["boundaries"] == "learned" else 1
-    u = torch.rand(draws, *x.shape, generator=torch.Generator().manual_seed(0))
-    a = model.rule(x, u[0])[None] if hasattr(model, "rule") else u < h["downsample_rate_target"]
-    a[..., 0] = True
-    passes = a.split(h["batch_size"], dim=1)
-    return sum(executed_flops(model, part).item() for part in passes) / x.numel()
-
-
-# ---- What the runs came to.
-
-
-def entropy_halved(steps):
-    """Bytes after which the decisions' entropy, mean of five log lines, is half of the first's."""
-    for i in range(len(steps) - 4):
-        if statistics.mean(r["entropy"] for r in steps[i : i + 5]) < steps[0]["entropy"] / 2:
-            return steps[i + 4]["bytes"]
-
-
+# ---- Results.
 def read_run(system, seed, out_dir):
-    """A run's evaluations, with the FLOPs and, at its median speed, the seconds that led there."""
+    """A run's evaluations: a list of dictionaries, empty if it has not got that far.
+
+    Adds the FLOPs of training that led to each, and the seconds, at the run's median speed.
+    """
+    if not (out_dir / "ckpt.pt").exists():
+        return []
     model, saved = load_checkpoint(out_dir / "ckpt.pt")
-    h, evaluations, flops, paper_flops, before = saved["config"], [], 0.0, 0.0, 0
-    records = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
+    hp = SimpleNamespace(**saved["config"])
+    parameters = sum(p.numel() for p in model.parameters())
+    draws = hp.num_draws if hp.boundaries == "learned" else 1
+    lines = (out_dir / "log.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
     steps = [record for record in records if "auto" in record]
-    speed = statistics.median([r["bytes_per_second"] for r in steps] or [math.nan])
-    learned = h["boundaries"] == "learned"
-    halved, draws = entropy_halved(steps) if learned else None, h["num_draws"] if learned else 1
-    latest = steps[0] if steps else {"flops_per_byte": math.nan, "rate": math.nan}
+    if not steps:  # shorter than log_interval
+        return []
+    speed = statistics.median(step["bytes_per_second"] for step in steps)
+    evaluations = []
+    step = steps[0]  # the latest one: its rate and FLOPs hold for the bytes since the last record
+    last_bytes = flops = paper_flops = 0
     for record in records:
-        latest = record if "auto" in record else latest
-        flops += (record["bytes"] - before) * latest["flops_per_byte"]
-        per_byte = paper_flops_per_byte(model, latest["rate"], draws)
-        paper_flops += (record["bytes"] - before) * per_byte
-        before = record["bytes"]
-        if record["bytes"] and "val_bpb" in record:
-            record.pop("line")  # the text that is shown
-            evaluations.append({"system": system, "seed": seed, "flops": flops,
-                                "paper_flops": paper_flops, "seconds": record["bytes"] / speed,
-                                "length": h["training_bytes"], "halved": halved, **record})
+        if "auto" in record:
+            step = record
+        new_bytes = record["bytes"] - last_bytes
+        last_bytes = record["bytes"]
+        flops += new_bytes * step["flops_per_byte"]
+        paper_flops += new_bytes * paper_flops_per_byte(model, step["rate"], draws)
+        if "val_bpb" in record and record["bytes"]:
+            del record["line"]  # the printed text
+            new_keys = {
+                "flops": flops, "paper_flops": paper_flops, "seconds": record["bytes"] / speed,
+                "training_bytes": hp.training_bytes, "parameters": parameters}
+            evaluations.append({"system": system, "seed": seed, **new_keys, **record})
     return evaluations
 
 
-def summarize(system, runs):
-    """The system's row of the table, from its runs' last evaluations."""
+def table_row(system, runs):
+    """The system's row of the table: means over the last evaluations of its runs."""
     last = [evaluations[-1] for evaluations in runs if evaluations]
-    bad = ["a run without evaluation"] * (len(runs) - len(last)) + [
-        f"seed {r['seed']} stopped at {r['bytes'] / 1e6:.1f} MB"
-        for r in last if r["bytes"] < r["length"]]
-    if bad:
-        return [system, str(len(last)), "; ".join(bad), *[""] * 7]
-    mean = {key: statistics.mean(r[key] for r in last) for key in (
-        "val_bpb", "val_stderr", "val_rate", "ends_between", "flops", "seconds")}
-    each = ", ".join(f"{r['val_bpb']:.3f}" for r in last)
-    halved = ", ".join("never" if r["halved"] is None else f"{r['halved'] / 1e6:.1f}" for r in last)
-    return [system, str(len(last)), f"{mean['val_bpb']:.4f}", f"{mean['val_stderr']:.4f}", each,
-            f"{mean['val_rate']:.3f}", f"{mean['ends_between']:.0%}",
-            halved if system.startswith("learned") else "", f"{mean['flops']:.3g}",
-            f"{mean['seconds'] / 60:.1f}"]
+    problems = ["a run failed, or logged nothing"] * (len(runs) - len(last))
+    for e in last:
+        if e["bytes"] < e["training_bytes"]:
+            problems.append(f"seed {e['seed']} stopped at {e['bytes'] / 1e6:.1f} MB")
+    if problems:
+        return [system, str(len(last)), "; ".join(problems), *[""] * 6]
+
+    def mean(key):
+        return statistics.mean(e[key] for e in last)
+
+    return [
+        system,
+        str(len(last)),
+        f"{mean('val_bpb'):.4f}",
+        f"{mean('val_stderr'):.4f}",
+        ", ".join(f"{e['val_bpb']:.3f}" for e in last),
+        f"{mean('val_rate'):.3f}",
+        f"{mean('ends_between'):.0%}",
+        f"{mean('flops'):.3g}",
+        f"{mean('seconds') / 60:.1f}"]
 
 
 def draw_loss(runs, path):
-    """The paper's Figures 3 and 4, with its count of FLOPs: a colour and a marker a system."""
+    """The paper's Figures 3 and 4: bits per byte over FLOPs, one line per run."""
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for system in runs:
-        base = system.partition("-")[0]
-        colour, marker = STYLES[base]
-        line = LINES[[name for name in runs if name.startswith(base)].index(system) % len(LINES)]
-        for i, evaluations in enumerate(runs[system]):
-            axes.plot([e["paper_flops"] for e in evaluations], [e["val_bpb"] for e in evaluations],
-                      line, color=colour, marker=marker, markersize=4, linewidth=1,
-                      markeredgewidth=0.3, markeredgecolor="black", label=None if i else system)
-    axes.set(xscale="log", xlabel="training FLOPs, the paper's count",
-             ylabel="bits per byte, held-out rows")
-    axes.tick_params("x", which="minor", labelsize=6)  # within a decade all have labels
+    for (system, seeds), style in zip(runs.items(), plt.rcParams["axes.prop_cycle"]()):
+        for i, evaluations in enumerate(seeds):
+            flops = [e["paper_flops"] for e in evaluations]
+            bits = [e["val_bpb"] for e in evaluations]
+            label = None if i else system
+            axes.plot(flops, bits, **style, label=label, markersize=4, linewidth=1)
+    axes.set(xscale="log", xlabel="training FLOPs, counted as in the paper",
+             ylabel="validation bits per byte")
+    axes.tick_params("x", which="minor", labelsize=6)
     axes.legend(frameon=False)
     axes.grid(alpha=0.2)
     save_figure(figure, path)
 
 
 def write(results):
-    """Writes the results of all runs in the folder."""
-    runs, paths = {}, sorted(path for path in results.glob("runs/*-*") if path.is_dir())
-    for path in sorted(paths, key=lambda path: [*STYLES].index(path.name.partition("-")[0])):
+    """Writes the table, the figure and all evaluations of the runs in the folder."""
+    runs = {}
+    for path in sorted(results.glob("runs/*-*")):
         system, seed = path.name.rsplit("-", 1)
-        evaluations = read_run(system, int(seed), path) if (path / "ckpt.pt").exists() else []
-        runs.setdefault(system, []).append(evaluations)
-    lines = [json.dumps(e) + "\n" for system in runs for run in runs[system] for e in run]
-    (results / "evaluations.jsonl").write_text("".join(lines))
+        runs.setdefault(system, []).append(read_run(system, int(seed), path))
+    runs = {system: runs[system] for system in sorted(runs, key=order)}
+    with open(results / "evaluations.jsonl", "w") as file:
+        for evaluations in sum(runs.values(), []):
+            for e in evaluations:
+                print(json.dumps(e), file=file)
     head = ["system", "seeds", "bits per byte", "standard error over rows", "each seed", "rate",
-            "tokens ending between words", "entropy halved at MB", "training FLOPs", "minutes"]
-    rows = [summarize(system, runs[system]) for system in runs]
+            "tokens ending between words", "training FLOPs", "minutes"]
+    rows = [table_row(system, runs[system]) for system in runs]
     (results / "table.md").write_text(table(head, rows))
     draw_loss(runs, results / "loss")
 
 
 def main(argv):
-    parser = parser_of(__doc__)
-    add = parser.add_argument
-    add("--systems", default="learned,uniform,random,whitespace,gumbel,hnet,none")
-    add("--seeds", type=int, default=1, help="how many")
-    add("--first_seed", type=int, default=1337, help="of so many that follow each other")
-    add("--bytes", help="training bytes of a run; train.py's --training_bytes")
-    add("--equal", choices=("bytes", "flops"), default="bytes", help="what all systems get alike")
-    add("--name", default="try", help="of the folder of results")
+    parser = argument_parser(__doc__)
+    parser.add_argument("--systems", default="learned,uniform,random,whitespace,gumbel,hnet,none")
+    parser.add_argument("--seeds", type=int, default=1, help="number of runs per system")
+    parser.add_argument("--first_seed", type=int, default=1337)
+    parser.add_argument("--name", default="try", help="folder of results")
     options, others = parser.parse_known_args(argv)
-    systems, results, todo = options.systems.split(","), RESULTS / options.name, []
-    if options.seeds < 1:
-        fail(f"--seeds={options.seeds} is not positive")
-    others += [f"--training_bytes={options.bytes}"] if options.bytes else []
-    costs = {system: expected_flops_per_byte(hyperparameters(system, 0, others)[1])
-             if options.equal == "flops" else 1.0 for system in systems}
+    results = RESULTS / options.name
+    planned = []
     for seed in range(options.first_seed, options.first_seed + options.seeds):
-        for system in systems:
-            flags, h = hyperparameters(system, seed, others)
-            length = round(h["training_bytes"] * costs[systems[0]] / costs[system])
+        for system in options.systems.split(","):
+            flags, hp = hyperparameters(system, seed, others)
             out_dir = results / "runs" / f"{system}-{seed}"
-            check_made(out_dir, h | {"training_bytes": length})
-            todo.append(([*flags, f"--training_bytes={length}"], out_dir))
-    failed = False
-    for flags, out_dir in todo:
-        failed |= not run(flags, out_dir)
+            check_unchanged(out_dir, hp)
+            planned.append((flags, out_dir))
+    succeeded = []
+    for flags, out_dir in planned:
+        succeeded.append(train_to_end(flags, out_dir))
         write(results)
     print((results / "table.md").read_text())
-    return int(failed)
+    return 0 if all(succeeded) else 1
 
 
 if __name__ == "__main__":

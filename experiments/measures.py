@@ -1,4 +1,4 @@
-"""What a run is measured by beside its bits: FLOPs of matrix products, and where tokens end."""
+"""What is measured besides bits per byte: FLOPs of matrix products, and where tokens end."""
 import math
 from collections import Counter
 
@@ -7,61 +7,90 @@ import torch
 from model import T_MULTIPLE, TOKEN_MULTIPLE
 
 
-def matrices(model):
-    """Parameters of trained matrices before, in and after the middle, without the embedding."""
+def count_matrix_parameters(model):
+    """Parameters in matrices before, in and after the middle, without the embedding."""
+
     def count(*modules):
         parameters = (p for module in modules for p in module.parameters())
         return sum(p.numel() for p in parameters if p.dim() == 2)
 
-    middle, after = count(model.middle), count(model.up, model.head)
-    return count(model) - middle - after - count(model.embedding), middle, after
+    middle = count(model.middle)
+    after = count(model.up, model.head)
+    before = count(model) - count(model.embedding) - middle - after
+    return before, middle, after
 
 
 def executed_flops(model, a):
-    """Of a training pass with boundaries a (K, B, N): a tensor; within 1% of FlopCounterMode.
+    """FLOPs of a forward and backward pass with boundaries a (K, B, N): a tensor ().
 
-    The first draw goes forward and backward, which costs twice as much again. The others go
-    forward, from the middle on. Fillers count as model.token_layout adds them.
+    Within 1% of torch's FlopCounterMode. The first draw runs forward and backward, three times the
+    forward FLOPs; further draws run forward, from the middle on. Filler tokens are included.
     """
-    (K, B, N), c, tokens = a.shape, model.config, (a > 0.5).sum(-1)
-    D, W, again = c.embedding_dim, min(c.attention_window, N), math.ceil(c.redrawn * B)
-    C = max(W // 2, 8)  # window_attention's chunks, each with the keys of those it reaches into
-    window = math.ceil(N / C) * C * (1 + math.ceil((W - 1) / C)) * C * D * 2  # two products
-    before, middle, after = matrices(model)
+    config = model.config
+    D = config.embedding_dim
+    _, B, N = a.shape
+    before, middle, after = count_matrix_parameters(model)
+    window = min(config.attention_window, N)
+    C = max(window // 2, 8)  # as in model.window_attention
+    queries = math.ceil(N / C) * C
+    keys = (1 + math.ceil((window - 1) / C)) * C  # of each query
+    byte_attention = 2 * queries * keys * D  # multiply-adds in a layer's two products, for a row
 
-    def predict(tokens):  # (..., B)
-        B, M = tokens.size(-1), (tokens.amax(-1) / TOKEN_MULTIPLE).ceil() * TOKEN_MULTIPLE
-        T = torch.minimum((tokens.sum(-1) / T_MULTIPLE).ceil() * T_MULTIPLE, B * M)
-        attention = c.n_mid_layers * 2 * M**2 * D + window * c.n_up_layers
-        return middle * T + B * (attention + after * N)
+    def predict(counts):
+        """Multiply-adds from the middle on, for rows with counts (..., rows) tokens."""
+        rows = counts.size(-1)
+        M = (counts.amax(-1) / TOKEN_MULTIPLE).ceil() * TOKEN_MULTIPLE
+        T = (counts.sum(-1) / T_MULTIPLE).ceil() * T_MULTIPLE
+        T = torch.minimum(T, rows * M)
+        token_attention = 2 * M**2 * D
+        attention = config.n_mid_layers * token_attention + config.n_up_layers * byte_attention
+        return middle * T + rows * (after * N + attention)
 
-    encode = B * (before * N + window * c.n_down_layers)
-    return 2 * (3 * (encode + predict(tokens[0])) + predict(tokens[1:, :again]).sum())
+    counts = (a > 0.5).sum(-1)  # (K, B)
+    encode = B * (before * N + config.n_down_layers * byte_attention)
+    first = encode + predict(counts[0])
+    further = predict(counts[1:, : math.ceil(config.redrawn * B)])
+    return 2 * (3 * first + further.sum())  # a multiply-add is two FLOPs
 
 
 def paper_flops_per_byte(model, rate, draws):
-    """The paper's count for its Figures 3 and 4, at a rate in tokens per byte.
+    """Training FLOPs per byte as in the paper's Figures 3 and 4, at a rate in tokens per byte.
 
-    6 per matrix parameter, per byte or, in the middle, per token; attention's products and padding
-    do not count. Further draws: 2 per parameter from the middle on, of the rows that have them.
+    6 per matrix parameter and byte, or in the middle per token, without attention's products and
+    fillers. A further draw adds 2 per parameter from the middle on, in the rows that have one.
     """
-    before, middle, after = matrices(model)
-    return 6 * before + (6 + 2 * (draws - 1) * model.config.redrawn) * (middle * rate + after)
+    before, middle, after = count_matrix_parameters(model)
+    further = 2 * (draws - 1) * model.config.redrawn
+    return 6 * before + (6 + further) * (middle * rate + after)
 
 
 def where_tokens_end(x, a):
-    """Shares of tokens that end at a word's last letter, between words, at its first letter, or
-    within a character of several bytes; the rest lies inside words, which are letters and digits.
+    """Fractions of tokens by where they end, for x (B, N) and boundaries a (B, N) bool.
 
-    Of boundaries a (B, N) bool in bytes x (B, N) of UTF-8, but <bos>'s.
+        ends_before   on the last letter of a word
+        ends_between  between words
+        ends_after    on the first letter of a word
+        ends_within   within a character of several bytes
+
+    The rest end inside words. A word is a run of letters and digits. <bos> does not count.
     """
-    names, counts = ("ends_before", "ends_between", "ends_after", "ends_within"), Counter()
+    counts = Counter()
     for row, ends in zip(x[:, 1:].tolist(), a[:, 1:].tolist()):
-        text, places = bytes(row).decode(errors="surrogateescape"), []
-        word = [False, *(c.isalnum() for c in text), True]
-        for c, before, here, after in zip(text, word, word[1:], word[2:]):
-            place = ("ends_between" if not here else "ends_after" if not before else
-                     "inside" if after else "ends_before")
-            places += ["ends_within"] * (len(c.encode(errors="surrogateescape")) - 1) + [place]
+        text = bytes(row).decode(errors="surrogateescape")
+        in_word = [False, *(c.isalnum() for c in text), True]  # a last word is taken to go on
+        places = []
+        for c, before, here, after in zip(text, in_word, in_word[1:], in_word[2:]):
+            if not here:
+                place = "ends_between"
+            elif not before:
+                place = "ends_after"
+            elif not after:
+                place = "ends_before"
+            else:
+                place = "inside"
+            size = len(c.encode(errors="surrogateescape"))
+            places += ["ends_within"] * (size - 1) + [place]
         counts.update(place for place, end in zip(places, ends) if end)
-    return {name: torch.tensor(counts[name] / max(counts.total(), 1)) for name in names}
+    total = max(counts.total(), 1)
+    names = "ends_before", "ends_between", "ends_after", "ends_within"
+    return {name: torch.tensor(counts[name] / total) for name in names}

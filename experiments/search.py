@@ -1,93 +1,123 @@
 """
-Where tokens begin to pay: trains systems at equal FLOPs, over shapes of the model and budgets.
+Where tokens start to pay: trains systems with equal FLOPs, for several model shapes and budgets.
 
-    python experiments/search.py --name=width --systems=none,whitespace --flops=1.3e13,3.75e13 \\
+    python -m experiments.search --name=width --systems=none,whitespace --flops=1.3e13,3.75e13 \\
         --data=data/english --shape="--embedding_dim=64 --num_heads=1" --shape="--embedding_dim=96"
 
-Every system reads as many bytes as the FLOPs allow it in that shape, with a schedule over exactly
-those; FLOPs as in compare.py. A shape is any flags of train.py; others go to all runs. Finished
-runs are not repeated. Writes runs.jsonl and table.md in experiments/results/NAME/, of all its runs.
+Each run reads as many bytes as its FLOPs allow, and its learning rate falls to 0 at the end of
+them. FLOPs are those executed. A shape is any flags of train.py; other flags go to all runs.
+Finished runs are not repeated, and stopped runs continue. Writes runs.jsonl and table.md to
+experiments/results/NAME/, from all runs in runs/ there.
 """
 import json
 import shlex
 import statistics
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+import train
+from config.command_line import argument_parser
+from config.terminal import fail
 from experiments import compare
-from experiments.compare import RESULTS, STYLES
-from model import load_checkpoint
-from prepare import fail
+from experiments.compare import RESULTS, table
+from experiments.measures import executed_flops
+from experiments.systems import Fixed
+from model import config_of, make_model
+from prepare import open_shards
 
 
-def read(results):
-    """A record for each run that has ended."""
+def expected_flops_per_byte(hp):
+    """FLOPs per training byte, over 16 micro-batches of training rows.
+
+    Boundaries are those of a fixed system's rule, or else random ones at the target rate.
+    """
+    sample = SimpleNamespace(**vars(hp))
+    sample.effective_batch_size = 16 * hp.batch_size
+    sample.seed = 0  # all seeds get the same bytes
+    try:
+        model = make_model(config_of(vars(hp)))
+        shards = open_shards(hp.data, "train", hp.seq_len)
+    except (OSError, ValueError) as error:
+        fail(error)
+    per_byte = []
+    for x, _, u in train.micro_batches(shards, 0, sample, 0, 1, "cpu"):
+        if isinstance(model, Fixed):
+            a = model.rule(x, u[0])[None]
+        else:
+            a = u < hp.downsample_rate_target
+        a[..., 0] = True
+        per_byte.append(executed_flops(model, a).item() / x.numel())
+    return statistics.mean(per_byte)
+
+
+def read_finished(results):
+    """The last evaluation of each finished run in the folder, with its budget and shape."""
     records = []
     for path in results.glob("runs/*/*/*/ckpt.pt"):
         budget, shape, name = path.parts[-4:-1]
         system, seed = name.rsplit("-", 1)
         evaluations = compare.read_run(system, int(seed), path.parent)
-        if evaluations and evaluations[-1]["bytes"] >= evaluations[-1]["length"]:
-            last, model = evaluations[-1], load_checkpoint(path)[0]
-            records.append({"budget": float(budget), "shape": shape, "system": system,
-                            "seed": int(seed), "bytes": last["bytes"], "bpb": last["val_bpb"],
-                            "parameters": sum(p.numel() for p in model.parameters()),
-                            "rate": last["val_rate"], "ends_between": last["ends_between"],
-                            "flops": last["flops"], "seconds": last["seconds"]})
+        if evaluations and evaluations[-1]["bytes"] >= evaluations[-1]["training_bytes"]:
+            record = {"budget": float(budget), "shape": shape}
+            records.append(record | evaluations[-1])
     keys = "budget", "parameters", "shape", "system", "seed"
-    return sorted(records, key=lambda r: [r[key] for key in keys])
+    return sorted(records, key=lambda record: [record[key] for key in keys])
 
 
 def write(results):
-    """The records, as runs.jsonl and as a table of their means over seeds."""
-    records, cells, rows = read(results), {}, {}
-    (results / "runs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    for r in records:
-        cells.setdefault((r["budget"], r["shape"], r["system"]), []).append(r)
-    systems = sorted({system for _, _, system in cells},
-                     key=lambda system: [*STYLES].index(system.partition("-")[0]))
-    for (budget, shape, system), some in cells.items():
-        size = f"{some[0]['parameters'] / 1e6:.2f}M"
-        row = rows.setdefault((budget, shape), [f"{budget:.3g}", shape, size] + [""] * len(systems))
-        bits, megabytes = statistics.mean(r["bpb"] for r in some), some[0]["bytes"] / 1e6
-        seeds = f", {len(some)} seeds" if len(some) > 1 else ""
-        row[3 + systems.index(system)] = f"{bits:.3f} ({megabytes:.1f} MB{seeds})"
-    head = ["FLOPs", "shape", "parameters", *systems]
-    (results / "table.md").write_text(compare.table(head, rows.values()))
+    """Writes runs.jsonl, and table.md with means over seeds."""
+    groups = {}  # the seeds of each row of the table
+    with open(results / "runs.jsonl", "w") as file:
+        for record in read_finished(results):
+            print(json.dumps(record), file=file)
+            key = record["budget"], record["shape"], record["system"]
+            groups.setdefault(key, []).append(record)
+    rows = []
+    for (budget, shape, system), seeds in groups.items():
+        rows.append([
+            f"{budget:.3g}",
+            shape,
+            f"{seeds[0]['parameters'] / 1e6:.2f}M",
+            system,
+            str(len(seeds)),
+            f"{seeds[0]['bytes'] / 1e6:.1f}",
+            f"{statistics.mean(record['val_bpb'] for record in seeds):.3f}"])
+    head = ["FLOPs", "shape", "parameters", "system", "seeds", "MB", "bits per byte"]
+    (results / "table.md").write_text(table(head, rows))
 
 
 def main(argv):
-    parser = compare.parser_of(__doc__)
-    add = parser.add_argument
-    add("--systems", default="none,whitespace")
-    add("--flops", required=True, help="budgets, by commas")
-    add("--shape", action="append", default=[], help="flags of train.py; more than one --shape")
-    add("--seed", type=int, default=1337)
-    add("--name", default="search", help="of the folder of results")
+    parser = argument_parser(__doc__)
+    parser.add_argument("--systems", default="none,whitespace")
+    parser.add_argument("--flops", required=True, help="budgets, separated by commas")
+    parser.add_argument("--shape", action="append", help="flags of train.py; may be repeated")
+    parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--name", default="search", help="folder of results")
     options, others = parser.parse_known_args(argv)
-    results, todo = RESULTS / options.name, []
+    results = RESULTS / options.name
     try:
         budgets = [float(budget) for budget in options.flops.split(",")]
         shapes = [shlex.split(shape) for shape in options.shape or [""]]
-    except ValueError as error:  # a number's, or a quotation mark without its other
-        fail(f"--flops={options.flops!r} or --shape={options.shape!r}: {error}")
+    except ValueError as error:
+        fail(f"cannot read --flops={options.flops!r} or --shape={options.shape!r}: {error}")
+    planned = []
     for system in options.systems.split(","):
         for shape in shapes:
-            flags, h = compare.hyperparameters(system, options.seed, [*others, *shape])
-            cost = compare.expected_flops_per_byte(h)
-            slug = ",".join(flag.removeprefix("--") for flag in shape).replace("/", ":")
+            flags, hp = compare.hyperparameters(system, options.seed, [*others, *shape])
+            per_byte = expected_flops_per_byte(hp)
+            shape_name = ",".join(flag.removeprefix("--") for flag in shape) or "default"
             for budget in budgets:
-                if not 1 <= budget / cost < 2**63:
-                    fail(f"--flops={budget} trains on no byte; write for example 1.3e13")
-                length, folder = round(budget / cost), results / "runs" / f"{budget:g}"
-                out_dir = folder / (slug or "default") / f"{system}-{options.seed}"
-                compare.check_made(out_dir, h | {"training_bytes": length})
-                todo.append(([*flags, f"--training_bytes={length}"], out_dir))
-    well = [compare.run(flags, out_dir) for flags, out_dir in todo]
+                if not 1 <= budget / per_byte < 2**63:
+                    fail(f"--flops={budget:g} trains on {budget / per_byte:g} bytes; try 1.3e13")
+                hp.training_bytes = round(budget / per_byte)
+                folder = results / "runs" / f"{budget:g}" / shape_name.replace("/", ":")
+                out_dir = folder / f"{system}-{options.seed}"
+                compare.check_unchanged(out_dir, hp)
+                planned.append(([*flags, f"--training_bytes={hp.training_bytes}"], out_dir))
+    succeeded = [compare.train_to_end(flags, out_dir) for flags, out_dir in planned]
     write(results)
     print((results / "table.md").read_text())
-    return 0 if all(well) else 1
+    return 0 if all(succeeded) else 1
 
 
 if __name__ == "__main__":

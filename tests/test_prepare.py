@@ -14,16 +14,18 @@ import numpy as np
 import pytest
 
 import prepare
+from conftest import run
 
 
 def make_files(folder, sizes, seed=0):
-    """Files of random bytes, hence not UTF-8; returns their contents in the order of the names."""
+    """Writes files of random bytes; returns their contents in the order of their names."""
     rng = random.Random(seed)
-    (folder / "deeper/still").mkdir(parents=True)
-    (folder / "flat").mkdir()
+    folder.mkdir()
     documents = [rng.randbytes(size) for size in sizes]
     for i, document in enumerate(documents):
-        (folder / ("deeper/still" if i < 5 else "flat") / f"{i:03d}").write_bytes(document)
+        path = folder / f"{i // 5:02d}" / f"{i:03d}"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(document)
     return documents
 
 
@@ -35,26 +37,33 @@ def documents(tmp_path):
 def small(tmp_path, *more):
     """Arguments for a set of many shards."""
     return ["--dataset=files", f"--input={tmp_path}/in", f"--out_dir={tmp_path}/out",
-            "--seq_len=100", "--val_fraction=0.3", "--shard_bytes=700", *more]
+            "--seq_len=100", "--val_fraction=0.3", "--shard_bytes=799", *more]
 
 
 def is_val(document, val_fraction):
     return int(hashlib.blake2b(document, digest_size=8).hexdigest(), 16) / 2**64 < val_fraction
 
 
-def oracle(documents, seq_len=100, val_fraction=0.3, split_documents=True):
-    """What each split must hold, as one string of bytes."""
+def oracle(documents, seq_len=100, val_fraction=0.3, first_only=False):
+    """What each split must hold, if neither is empty."""
     splits = {"train": bytearray(), "val": bytearray()}
     for document in documents:
-        rows = len(document) // seq_len if split_documents else min(len(document) // seq_len, 1)
-        splits["val" if is_val(document, val_fraction) else "train"] += document[: rows * seq_len]
+        rows = len(document) // seq_len
+        if first_only:
+            rows = min(rows, 1)
+        split = "val" if is_val(document, val_fraction) else "train"
+        splits[split] += document[: rows * seq_len]
+    assert all(splits.values())
     return splits
 
 
 def held(out_dir):
-    """What the shards of a set hold, as one string of bytes for each split."""
-    return {split: b"".join(shard.read_bytes() for shard in sorted(out_dir.glob(f"{split}_*.bin")))
-            for split in ("train", "val")}
+    """What the shards of each split hold."""
+    splits = {}
+    for split in "train", "val":
+        shards = sorted(out_dir.glob(f"{split}_*.bin"))
+        splits[split] = b"".join(shard.read_bytes() for shard in shards)
+    return splits
 
 
 def contents(out_dir):
@@ -72,117 +81,111 @@ def error_of(capsys, *arguments, code=2):
     return lines[0]
 
 
-def interrupt(capsys, monkeypatch, notes, arguments):
-    """Presses Ctrl-C when so many notes of progress.json are written."""
-    def write_json(path, state):
-        original(path, state)
+def interrupt(capsys, monkeypatch, arguments, notes=1):
+    """Presses Ctrl-C when progress.json is written for this many times."""
+    written = []
+    write_json = prepare.write_json
+
+    def write_and_interrupt(path, state):
+        write_json(path, state)
         written.append(path)
         if len(written) == notes:
             signal.raise_signal(signal.SIGINT)
 
-    original, written = prepare.write_json, []
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "write_json", write_json)
-        assert "same command goes on" in error_of(capsys, *arguments, code=130)
+        patch.setattr(prepare, "write_json", write_and_interrupt)
+        assert "same command" in error_of(capsys, *arguments, code=130)
 
 
 @pytest.mark.parametrize("how", ["--split_documents", "--no-split_documents"])
-def test_the_rows_of_all_shards_are_the_bytes_of_the_documents_in_order(how, tmp_path):
+def test_shards_hold_the_rows_of_the_documents_in_order(how, tmp_path):
     sizes = [0, 1, 99, 100, 101, 250, 1000, 12345, 30_077, *range(40, 400, 7)]
-    documents, out = make_files(tmp_path / "in", sizes), tmp_path / "out"
+    documents = make_files(tmp_path / "in", sizes)
+    out = tmp_path / "out"
     prepare.main(small(tmp_path, how))
-    meta = json.loads((out / "meta.json").read_text())
-    for split, want in oracle(documents, split_documents=how[2] == "s").items():
-        rows = [np.frombuffer(want[i : i + 100], np.uint8) for i in range(0, len(want), 100)]
+    want = oracle(documents, first_only=how == "--no-split_documents")
+    assert held(out) == want
+    for split in "train", "val":
+        rows = np.frombuffer(want[split], np.uint8).reshape(-1, 100)
         shards = prepare.open_shards(out, split, 100)
-        assert [*map(len, shards)] == [7] * (len(rows) // 7) + [len(rows) % 7] * (len(rows) % 7 > 0)
-        assert np.array_equal(prepare.read_rows(shards, range(len(rows))), rows)
-        few = [len(rows) - 1, 7, 3, 6]
-        assert np.array_equal(prepare.read_rows(shards, few), [rows[i] for i in few])
-        half_rows = prepare.read_rows(prepare.open_shards(out, split, 50), [13, 14])
-        assert half_rows.tobytes() == want[650:750]
-        assert held(out)[split] == want and meta[split]["bytes"] == len(want)
-        assert meta[split]["sha256"] == {path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-                                         for path in out.glob(f"{split}_*.bin")}
-    assert meta["documents"] == len(documents)
-    assert meta["short_documents"] == sum(len(document) < 100 for document in documents)
-    kept = meta["train"]["bytes"] + meta["val"]["bytes"]
-    assert meta["left_out_bytes"] == sum(map(len, documents)) - kept
-    for key in "documents", "short_documents", "left_out_bytes":  # as of revision 9342767
-        del meta[key]
-    meta["options"]["bpe"], meta["dropped"], meta["sha256"] = True, {"tail_bytes": 0}, "0" * 64
-    (out / "meta.json").write_text(json.dumps(meta))
-    assert sum(map(len, prepare.open_shards(out, "train", 50))) == meta["train"]["bytes"] // 50
+        assert {len(shard) for shard in shards[:-1]} == {7}
+        assert 1 <= len(shards[-1]) <= 7
+        numbers = np.array([len(rows) - 1, 7, 3, 6])
+        assert np.array_equal(prepare.read_rows(shards, numbers), rows[numbers])
+        halves = prepare.read_rows(prepare.open_shards(out, split, 50), [13, 14])
+        assert halves.tobytes() == want[split][650:750]
+    left_out = json.loads((out / "meta.json").read_text())["left_out_bytes"]
+    assert left_out == sum(sizes) - sum(map(len, want.values()))
+    with pytest.raises(ValueError, match="seq_len=30 does not divide the 100 bytes"):
+        prepare.open_shards(out, "val", 30)
 
 
-def test_without_options_it_cuts_the_standard_library(tmp_path):
+def test_the_default_is_the_standard_library(tmp_path):
     prepare.main([f"--out_dir={tmp_path}/out"])
     files = subprocess.run(
         f"find {sysconfig.get_path('stdlib')} -type f -name '*.py' "
         "-not -path '*/site-packages/*' -not -path '*/dist-packages/*'",
         shell=True, check=True, capture_output=True, text=True).stdout.splitlines()
-    want = oracle([Path(file).read_bytes() for file in sorted(files)], 4096, 0.02)
-    assert held(tmp_path / "out") == want and all(want.values())
+    documents = [Path(file).read_bytes() for file in sorted(files)]
+    assert held(tmp_path / "out") == oracle(documents, 4096, 0.02)
 
 
 @pytest.mark.parametrize("rows, val_rows", [(2, 1), (9, 1), (70, 7)])
-@pytest.mark.parametrize("seed", range(4))  # whatever its hash
-def test_of_the_only_long_document_the_end_is_for_validation(
-        seed, rows, val_rows, tmp_path, capsys, monkeypatch):
-    book = make_files(tmp_path / "in", [rows * 100 + 50, 99, 0], seed)[0]
+@pytest.mark.parametrize("seed", [0, 1])  # the book's hash is on either side
+def test_the_end_of_the_only_long_document_is_for_validation(rows, val_rows, seed, tmp_path):
+    book = make_files(tmp_path / "in", [99, rows * 100 + 50, 0, 99], seed)[1]
+    prepare.main(small(tmp_path, "--val_fraction=0.1"))
     start = (rows - val_rows) * 100
     want = {"train": book[:start], "val": book[start : rows * 100]}
-    arguments = small(tmp_path, "--val_fraction=0.1")
-    prepare.main(arguments)
     assert held(tmp_path / "out") == want
-    arguments += [f"--out_dir={tmp_path}/halted", "--shard_bytes=100"]
-    interrupt(capsys, monkeypatch, rows, arguments)  # before the last row
-    prepare.main(arguments)
-    assert held(tmp_path / "halted") == want
 
 
-def test_globs_and_folders_that_overlap_give_each_file_once_and_no_shards(
+@pytest.mark.parametrize("val_fraction, last", [(1e-9, "val"), (1 - 1e-9, "train")])
+def test_the_last_document_goes_to_a_split_that_has_none(val_fraction, last, tmp_path):
+    documents = make_files(tmp_path / "in", [830, 830, 1030, 99])
+    prepare.main(small(tmp_path, f"--val_fraction={val_fraction}"))
+    other = "train" if last == "val" else "val"
+    want = {}
+    want[other] = documents[0][:800] + documents[1][:800]
+    want[last] = documents[2][:1000]
+    assert held(tmp_path / "out") == want
+
+
+def test_overlapping_inputs_give_each_file_once_and_never_our_own_shards(
         documents, tmp_path, capsys, monkeypatch):
-    out = f"--out_dir={tmp_path}/in/out"
-    (tmp_path / "in/link").symlink_to("flat/008")
+    (tmp_path / "in/link").symlink_to("01/008")
     (tmp_path / "in/[x]").write_bytes(b"y" * 100)
-    arguments = small(tmp_path, out, f"--input={tmp_path}/in/[x]", f"--input={tmp_path}/in/**/0*")
-    interrupt(capsys, monkeypatch, 3, arguments)  # leaves shards in the folder that it reads
+    arguments = small(tmp_path / "in")  # its shards go to in/out
+    arguments[1] = f"--input={tmp_path}/**/*0??*"
+    arguments += ["--input", f"{tmp_path}/in/02", f"{tmp_path}/in/[x]", f"{tmp_path}/in/link"]
+    interrupt(capsys, monkeypatch, arguments)
     prepare.main(arguments)
-    assert held(tmp_path / "in/out") == oracle([b"y" * 100, *documents])
-    prepare.main([*small(tmp_path / "in", out)[2:], "--dataset=files",
-                  f"--out_dir={tmp_path}/glob", "--input", f"{tmp_path}/i*/**/0*"])
-    assert held(tmp_path / "glob") == oracle(documents)
+    assert held(tmp_path / "in/out") == oracle([*documents, b"y" * 100])
 
 
-def test_a_tilde_that_the_shell_left_is_the_home_folder(documents, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    prepare.main(small("~"))
-    assert held(tmp_path / "out") == oracle(documents)
+def test_max_bytes_is_exact_and_nothing_is_read_beyond_it(documents, tmp_path, monkeypatch):
+    def spy(path, **options):
+        read.append(Path(path).read_bytes())
+        return memmap(path, **options)
+
+    read = []
+    memmap = np.memmap
+    monkeypatch.setattr(np, "memmap", spy)
+    prepare.main(small(tmp_path, "--max_bytes=1.555e4"))
+    want = oracle(documents[:15])
+    last = "val" if is_val(documents[15], 0.3) else "train"
+    want[last] += documents[15][:500]
+    assert held(tmp_path / "out") == want
+    assert read == documents[:16]
 
 
-def test_max_bytes_is_exact_and_ends_the_reading_though_resumed_inside_the_last_document(
-        documents, tmp_path, capsys, monkeypatch):
-    arguments = small(tmp_path, "--max_bytes=1.555e4", "--shard_bytes=100")
-    interrupt(capsys, monkeypatch, 1 + 153, arguments)
-    progress = json.loads((tmp_path / "out/progress.json").read_text())
-    assert progress["documents"] == 15 and progress["taken"] == 300
-
-    def write_shards(documents, *args, **options):
-        write((read.append(bytes(d)) or d for d in documents), *args, **options)
-
-    read, write = [], prepare.write_shards
-    monkeypatch.setattr(prepare, "write_shards", write_shards)
-    prepare.main(arguments)
-    want = oracle(documents[:15])  # and half of the 16th, whose whole says where it goes
-    want["val" if is_val(documents[15], 0.3) else "train"] += documents[15][:500]
-    assert held(tmp_path / "out") == want and read == [documents[15]]
-
-
-def test_killed_at_any_line_and_started_again_it_ends_with_the_same_files(tmp_path):
-    """A kill leaves what is on the disk: before each line that is run, as it is then."""
+@pytest.mark.parametrize("val_fraction", [0.3, 1e-9])
+def test_killed_at_any_line_the_same_command_ends_with_the_same_files(val_fraction, tmp_path):
+    """A kill leaves what is on the disk, so the folder is copied before each line runs."""
     make_files(tmp_path / "in", [250, 2500, 80, 130, 700, 333, 999, 100, 400, 400], seed=7)
-    arguments, out, moments = small(tmp_path, "--shard_bytes=1000"), tmp_path / "out", {}
+    arguments = small(tmp_path, "--shard_bytes=1000", f"--val_fraction={val_fraction}")
+    out = tmp_path / "out"
+    moments = {}
 
     def trace(frame, event, _):
         if frame.f_code.co_filename == prepare.__file__ and out.exists():
@@ -194,7 +197,8 @@ def test_killed_at_any_line_and_started_again_it_ends_with_the_same_files(tmp_pa
     prepare.main(arguments)
     sys.settrace(None)
     want = contents(out)
-    assert len(moments) > 30 and {"train_00002.bin", "val_00001.bin"} < want.keys()
+    assert len(moments) > 15
+    assert {"train_00002.bin", "val_00000.bin", "meta.json"} < want.keys()
     for moment in moments.values():
         shutil.rmtree(out)
         out.mkdir()
@@ -204,12 +208,12 @@ def test_killed_at_any_line_and_started_again_it_ends_with_the_same_files(tmp_pa
         assert contents(out) == want, moment.keys()
 
 
-def test_a_full_disk_costs_no_note(documents, tmp_path, capsys, monkeypatch):
+def test_a_full_disk_leaves_the_last_progress_json(documents, tmp_path, capsys, monkeypatch):
     def write_text(path, text):
         path.write_bytes(text.encode()[:100])
         raise OSError(28, "No space left on device", str(path))
 
-    interrupt(capsys, monkeypatch, 5, small(tmp_path))
+    interrupt(capsys, monkeypatch, small(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", write_text)
         assert "No space left" in error_of(capsys, *small(tmp_path))
@@ -217,145 +221,137 @@ def test_a_full_disk_costs_no_note(documents, tmp_path, capsys, monkeypatch):
     assert held(tmp_path / "out") == oracle(documents)
 
 
-def test_jsonl_and_parquet_come_through_datasets_and_survive_ctrl_c(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_hugging_face_files_continue_after_ctrl_c_unless_they_changed(
+        kind, tmp_path, capsys, monkeypatch):
     import pyarrow
     import pyarrow.parquet
     rng = random.Random(1)
     texts = ["é" * rng.randrange(200) + str(i) for i in range(3000)] + [None]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
-    pyarrow.parquet.write_table(pyarrow.table({"body": texts}), tmp_path / "a.parquet",
-                                row_group_size=170)  # so that it resumes between two and within one
-    for kind, more in ("jsonl", []), ("parquet", ["--split_documents"]):
-        arguments = ["--dataset=hf", f"--hf_path={tmp_path}/a.{kind}", "--text_column=body", *more,
-                     "--seq_len=64", "--val_fraction=0.3", "--shard_bytes=50000"]
-        prepare.main([*arguments, f"--out_dir={tmp_path}/{kind}"])
-        want = oracle([(text or "").encode() for text in texts], 64, 0.3, kind == "parquet")
-        assert held(tmp_path / kind) == want
-    for notes in 3, 6:
-        interrupt(capsys, monkeypatch, notes, [*arguments, f"--out_dir={tmp_path}/{notes}"])
-        prepare.main([*arguments, f"--out_dir={tmp_path}/{notes}"])
-        assert contents(tmp_path / f"{notes}") == contents(tmp_path / "parquet")
+    path = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    else:  # row groups that no shard ends with
+        table = pyarrow.table({"body": texts})
+        pyarrow.parquet.write_table(table, path, row_group_size=170)
+    arguments = ["--dataset=hf", f"--hf_path={path}", "--text_column=body", "--seq_len=64",
+                 "--val_fraction=0.3", "--shard_bytes=20000"]
+    want = oracle([(text or "").encode() for text in texts], 64, first_only=True)
+    for notes in 1, 4:
+        out = tmp_path / str(notes)
+        interrupt(capsys, monkeypatch, [*arguments, f"--out_dir={out}"], notes)
+        prepare.main([*arguments, f"--out_dir={out}"])
+        assert held(out) == want
+    assert contents(tmp_path / "1") == contents(tmp_path / "4")
+
+    arguments.append(f"--out_dir={tmp_path}/changed")
+    interrupt(capsys, monkeypatch, arguments)
+    os.utime(path, (1, 1))
+    assert "was begun with" in error_of(capsys, *arguments)
+
+
+def test_reading_parquet_takes_little_memory(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+    texts = [random.Random(i).randbytes(20_000).hex() for i in range(1000)]
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=10)
+    program = f"""
+import prepare, pyarrow
+prepare.main(["--dataset=hf", "--hf_path={tmp_path}/a.parquet", "--out_dir={tmp_path}/out"])
+print(pyarrow.default_memory_pool().max_memory())
+"""
+    output = subprocess.check_output([sys.executable, "-c", program])
+    most = int(output.split()[-1])
+    assert most < os.path.getsize(tmp_path / "a.parquet") / 4
 
 
 def test_a_set_is_not_mixed_with_other_options_or_files(documents, tmp_path, capsys, monkeypatch):
-    def refused(*more):
-        before = contents(out)
-        line = error_of(capsys, *small(tmp_path, *more))
-        assert contents(out) == before and f"{out} holds a set made with" in line
-        return line
-
-    out, flat = tmp_path / "out", tmp_path / "in/flat"
-    interrupt(capsys, monkeypatch, 3, small(tmp_path))
-    (flat / "007").rename(flat / "7")
-    assert "source=20 files" in refused()
-    (flat / "7").rename(flat / "007")
-    for sizes in (1029, 1031), (1030, 1031):  # the first: all files together as long as before
-        os.truncate(flat / "007", sizes[0])
-        os.truncate(flat / "008", sizes[1])
-        assert "source=20 files" in refused()
-    for number in 7, 8:
-        (flat / f"00{number}").write_bytes(documents[number])
+    out = tmp_path / "out"
+    path = tmp_path / "in/01/007"
+    interrupt(capsys, monkeypatch, small(tmp_path))
+    before = contents(out)
+    os.truncate(path, 1029)
+    line = error_of(capsys, *small(tmp_path))
+    assert "20 files, 20600 bytes, now it is 20 files, 20599 bytes" in line
+    path.unlink()
+    assert "now it is 19 files" in error_of(capsys, *small(tmp_path))
+    path.write_bytes(documents[7])
     for _ in "interrupted", "complete":
-        line = refused("--seq_len=50", "--max_bytes=1e6")
-        assert "seq_len=100 (now 50)" in line and "max_bytes=None (now 1000000)" in line
+        assert contents(out) == before
+        line = error_of(capsys, *small(tmp_path, "--seq_len=50"))
+        assert f"{out} was made with" in line and "'seq_len': 100" in line
         prepare.main(small(tmp_path))
-    assert "already there" in capsys.readouterr().out and held(out) == oracle(documents)
-    (out / "meta.json").unlink()
-    assert "without meta.json" in error_of(capsys, *small(tmp_path))
+        before = contents(out)
+    assert "already complete" in capsys.readouterr().out
+    assert held(out) == oracle(documents)
 
 
-def test_a_second_process_in_the_folder_ends_in_one_line(tmp_path, capsys):
-    holds = f"import pathlib, prepare; prepare.lock(pathlib.Path('{tmp_path}')); print(); input()"
-    first = subprocess.Popen([sys.executable, "-uc", holds], stdin=subprocess.PIPE,
-                             stdout=subprocess.PIPE)
-    first.stdout.readline()
+def test_a_folder_belongs_to_one_process_until_that_ends(tmp_path, capsys):
+    program = f"""
+from pathlib import Path
+from prepare import lock
+print(lock(Path('{tmp_path}')))
+input()
+"""
+    command = [sys.executable, "-uc", program]
+    first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert first.stdout.readline() == b"True\n"
     assert "another prepare.py" in error_of(capsys, f"--out_dir={tmp_path}")
     first.communicate(b"\n")
     assert prepare.lock(tmp_path)
+    assert prepare.lock(tmp_path)  # a second time in the same process
+    second = subprocess.run(command, input=b"\n", stdout=subprocess.PIPE)
+    assert second.stdout == b"False\n"
 
 
-def test_verify_names_each_shard_that_is_not_as_it_was_made(documents, tmp_path, capsys):
-    check = [f"--out_dir={tmp_path}/out", "--verify"]
-    prepare.main(small(tmp_path))
-    prepare.main(check)
-    assert "agree" in capsys.readouterr().out
-    for path in tmp_path / "out/train_00002.bin", tmp_path / "out/val_00001.bin":
-        path.write_bytes(b"?" + path.read_bytes()[1:])
-    assert ": train_00002.bin, val_00001.bin in" in error_of(capsys, *check, code=1)
-
-
-def test_shards_that_are_lost_or_cut_are_not_read_and_not_gone_on_from(
-        documents, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("damage", [os.unlink, lambda path: os.truncate(path, 99)])
+def test_missing_or_short_shards_are_an_error(damage, documents, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
-    interrupt(capsys, monkeypatch, 8, small(tmp_path))
-    state = json.loads((out / "progress.json").read_text())
-    lengths = [(split, *divmod(state[split]["bytes"], 700)) for split in ("train", "val")]
-    last = next(f"{split}_{number:05d}.bin" for split, number, length in lengths if length)
-    for name in "train_00000.bin", last:
-        whole = (out / name).read_bytes()
-        for damage, message in (lambda path: os.truncate(path, 7), "has 7"), (os.unlink, "missing"):
-            damage(out / name)
-            line = error_of(capsys, *small(tmp_path))
-            assert f"{name} " in line and message in line and f"remove {out}" in line
-        (out / name).write_bytes(whole)
+    interrupt(capsys, monkeypatch, small(tmp_path), notes=4)
+    shutil.copytree(out, tmp_path / "copy")
+    damage(out / "train_00001.bin")
+    message = "train_00001.bin is missing or shorter than 700 bytes; remove"
+    assert message in error_of(capsys, *small(tmp_path))
+    shutil.rmtree(out)
+    shutil.move(tmp_path / "copy", out)
     prepare.main(small(tmp_path))
-    for damage, message in (lambda path: os.truncate(path, 600), "has 600"), (os.unlink, "missing"):
-        damage(out / "train_00001.bin")
-        with pytest.raises(ValueError, match=f"train_00001.bin .*{message}"):
-            prepare.open_shards(out, "train", 100)
-
-
-def test_a_damaged_or_foreign_meta_json_or_progress_json_ends_in_one_line(
-        documents, tmp_path, capsys, monkeypatch):
-    out = tmp_path / "out"
-    interrupt(capsys, monkeypatch, 5, small(tmp_path))
-    for name, counters in ("progress.json", prepare.COUNTERS), ("meta.json", []):
-        text = (out / name).read_bytes()
-        state = json.loads(text)
-        changes = [("seq_len", value) for value in (0, "100", 300, -100, 100.0)]
-        changes += [("options", value) for value in ({}, [], None, {"shard_bytes": 0})]
-        changes += [("val", value) for value in ({}, [], state["val"] | {"bytes": 150},
-                                                 state["val"] | {"bytes": -100})]
-        changes += [(key, value) for key in counters for value in (None, -1, "1")]
-        changes += [("val", state["val"] | value) for value in ({"bytes": 0}, {"sha256": []})
-                    if name == "meta.json"]
-        damaged = [b"", b"[]", b"{}", b"7", b'"text"', b"\xff", b"[" * 99999, text[:-9]]
-        for damage in damaged + [json.dumps(state | {k: v}).encode() for k, v in changes]:
-            (out / name).write_bytes(damage)
-            assert f"{out / name} is not what" in error_of(capsys, *small(tmp_path)), damage
-            assert (out / name).read_bytes() == damage
-            if name == "meta.json":
-                with pytest.raises(ValueError, match="meta.json is not what prepare.py writes"):
-                    prepare.open_shards(out, "val", 100)
-        (out / name).write_bytes(text)
-        prepare.main(small(tmp_path))
-    with pytest.raises(ValueError, match="seq_len=30 does not divide the 100 bytes"):
-        prepare.open_shards(out, "val", 30)
+    damage(out / "train_00001.bin")
+    with pytest.raises(ValueError, match=message):
+        prepare.open_shards(out, "train", 100)
 
 
 @pytest.mark.parametrize("arguments, message", [
-    ("--dataset=files", "needs --input"),
-    ("--dataset=files --input=no/such", "--input=no/such: no such file"),
+    ("--dataset=files", "--input and --dataset=files need each other"),
+    ("--input=books", "--input and --dataset=files need each other"),
+    ("--hf_path=x", "--hf_path and --dataset=hf need each other"),
+    ("--dataset=files --input=no/such", "--input=no/such is not a file"),
     ("--dataset=files --input=\x1b[31m\u202e", "--input=\u241b[31m\ufffd"),
-    ("--hf_path=x", "--hf_path has no meaning for --dataset=stdlib"),
     ("--dataset=hf --hf_path=no.jsonl", "cannot open --hf_path=no.jsonl"),
-    ("--dataset=hf --hf_path={tmp}/a.jsonl", "--text_column=text is no text in"),
-    ("--dataset=hf --hf_path={tmp}/a.jsonl --text_column=n", "which has body"),
-    ("--dataset=hf --hf_path={tmp}/a.jsonl --text_column=body --split=test", "--split=test"),
-    ("{files} --seq_len=301", "3 documents, 3 of them shorter than --seq_len=301; give more"),
-    ("{files} --seq_len=100 --val_fraction=1e-9", "no rows for val"),
-    ("{files} --seq_len=100 --val_fraction=0.999999999", "no rows for train"),
-    ("{files} --seq_len=100 --max_bytes=99", "(or --max_bytes)"),
+    ("--dataset=hf --hf_path={tmp}/a.jsonl", "--text_column=text does not exist"),
+    ("--dataset=hf --hf_path={tmp}/a.jsonl --text_column=n", "cannot read --text_column=n"),
+    ("--dataset=hf --hf_path={tmp}/a.jsonl --split=test", "--split=test"),
+    ("{files} --seq_len=301", "fewer than two rows of --seq_len=301 bytes"),
+    ("{files} --seq_len=100 --max_bytes=199", "larger --max_bytes"),
     ("{files} --max_bytes=many", "'many'"),
-    ("{files} --shard_bytes=inf", "inf"),
-    ("{files} --seq_len=1.5", "1.5 is not a positive whole number"),
+    ("{files} --shard_bytes=inf", "'inf'"),
+    ("{files} --seq_len=1.5", "'1.5'"),
+    ("{files} --seq_len=0", "'0'"),
     ("{files} --val_fraction=2", "--val_fraction=2.0 must lie between"),
 ])
-def test_a_mistake_gives_one_line_and_leaves_the_folder_free(arguments, message, tmp_path, capsys):
+def test_a_mistake_is_one_line_and_does_not_block_the_folder(
+        arguments, message, tmp_path, capsys):
     make_files(tmp_path / "in", [300] * 3)
     (tmp_path / "a.jsonl").write_text('{"body": "text", "n": 1}\n')
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/train_set.bin.bz2").write_text("another's")
     arguments = arguments.format(tmp=tmp_path, files=f"--dataset=files --input={tmp_path}/in")
     assert message in error_of(capsys, *arguments.split(), f"--out_dir={tmp_path}/out")
-    assert {*os.listdir(tmp_path / "out")} <= {".lock", "train_set.bin.bz2"}
+    prepare.main(small(tmp_path))
+
+
+def test_the_program_ends_with_the_right_code_and_all_its_output(
+        documents, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    output, _ = run("prepare.py", *small(tmp_path))
+    assert "bytes for training" in output
+    _, errors = run("prepare.py", "--seq_len=a\tb", code=2)
+    assert errors == "prepare.py: argument --seq_len: invalid whole_number value: 'a\\tb'\n"
