@@ -141,9 +141,9 @@ def main(argv):
     add("--score", metavar="FILE", help="show this text")
     add("--start", help="continue this text and show the result")
     options = parser.parse_args(argv)
-    torch.manual_seed(0)
     try:
         model, _ = load_checkpoint(Path(options.out_dir).expanduser() / "ckpt.pt")
+        torch.manual_seed(0)
         if options.score:
             heading = options.score
             stream = scored(model, Path(options.score).expanduser().read_bytes())
