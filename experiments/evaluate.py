@@ -66,8 +66,14 @@ BENCHMARKS = {  # name: how to read a row, and where datasets.load_dataset finds
     "lambada": (lambada, {"path": "EleutherAI/lambada_openai", "name": "default", "split": "test"})}
 
 
-def read_benchmark(name, file):
-    """The benchmark's [(context, answers, number of the right one)], from the hub or a file."""
+def read_items(task, seq_len):
+    """[(context, answers, number of the right one)] of a task, in bytes."""
+    name, _, place = task.partition("=")
+    if name == "heldout":
+        shards = open_shards(place, "val", seq_len)
+        return [(b"", [row.tobytes()], 0) for shard in shards for row in shard]
+    if name not in BENCHMARKS:
+        fail(f"unknown task '{task}'; use {', '.join(BENCHMARKS)} or heldout=FOLDER")
     import datasets  # slow
     import huggingface_hub
 
@@ -75,9 +81,9 @@ def read_benchmark(name, file):
     huggingface_hub.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     read, source = BENCHMARKS[name]
-    if file:
-        builder = "parquet" if file.endswith(".parquet") else "json"
-        source = {"path": builder, "data_files": file, "split": "train"}
+    if place:
+        builder = "parquet" if place.endswith(".parquet") else "json"
+        source = {"path": builder, "data_files": place, "split": "train"}
     items = []
     try:
         for row in datasets.load_dataset(**source, streaming=True):  # downloads this split only
@@ -86,23 +92,8 @@ def read_benchmark(name, file):
                 raise ValueError("the label is hidden")
             items.append((context.encode(), [answer.encode() for answer in answers], right))
     except Exception as error:  # datasets raises dozens of kinds
-        fail(f"{name}: cannot read {file or source['path']} ({type(error).__name__}: {error}); "
+        fail(f"{name}: cannot read {place or source['path']} ({type(error).__name__}: {error}); "
              f"give a .json, .jsonl or .parquet file with labels: {name}=FILE")
-    return items
-
-
-def read_items(task, seq_len):
-    """[(context, answers, number of the right one)] of a task, in bytes."""
-    name, _, place = task.partition("=")
-    if name in BENCHMARKS:
-        items = read_benchmark(name, place)
-    elif name == "heldout":
-        shards = open_shards(place, "val", seq_len)
-        items = [(b"", [row.tobytes()], 0) for shard in shards for row in shard]
-    else:
-        fail(f"unknown task '{task}'; use {', '.join(BENCHMARKS)} or heldout=FOLDER")
-    if len(items) < 2:
-        fail(f"{task} holds {len(items)} items; a standard error needs two")
     return items
 
 
@@ -137,10 +128,9 @@ def score(model, items, autocast):
 
 def ratio(bits, sizes):
     """sum(bits) / sum(sizes) over items, and its standard error."""
-    n = len(bits)
     value = bits.sum() / sizes.sum()
-    variance = n / (n - 1) * np.square(bits - value * sizes).sum()
-    return value, math.sqrt(variance) / sizes.sum()
+    deviation = (bits - value * sizes).std(ddof=1)
+    return value, math.sqrt(len(bits)) * deviation / sizes.sum()
 
 
 def evaluate(model, items, autocast):

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.lines import Line2D
 
 from config.command_line import argument_parser
 from config.terminal import characters, fail
@@ -97,11 +96,10 @@ def picture(texts, columns):
 def draw_entropy(logs, path):
     """The entropy of the decisions during training, one line per run (label, evaluations)."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for i, (label, records) in enumerate(logs):
+    for label, records in logs:
         megabytes = [r["bytes"] / 1e6 for r in records]
         entropy = [r["val_entropy"] for r in records]
-        marker = Line2D.filled_markers[i % len(Line2D.filled_markers)]
-        axes.plot(megabytes, entropy, marker=marker, markersize=4, label=label)
+        axes.plot(megabytes, entropy, markersize=4, label=label)
     axes.set(xlabel="training bytes (MB)", ylabel="entropy of a decision, nats", ylim=(0, None))
     axes.legend(frameon=False)
     axes.grid(alpha=0.2)
@@ -197,8 +195,7 @@ def main(argv):
             else:
                 text = open_shards(hp["data"], "val", hp["seq_len"])[0][0].tobytes()
             torch.manual_seed(0)
-            target = 1 / hp["downsample_rate_target"]
-            label = f"{path.resolve().parent.name}, target 1/{target:g}"
+            label = path.resolve().parent.name
             texts.append((label, list(scored(model, text))))
             records = evaluations(path.with_name("log.jsonl"))
             if records[0]["val_entropy"] > 1e-3:  # else a rule decides

@@ -38,7 +38,7 @@ b { box-shadow: inset -2px 0 #e00, inset -3px 0 #fff }
   border-top: 1px solid; background: Canvas; color: CanvasText; pointer-events: none }
 .text [data-b]:hover::after { content: "p = " attr(data-p) "%, " attr(data-b) " bits" }
 table { width: 100%; text-align: right; font-size: 14px; line-height: 1 }
-td:last-child { width: 100% }
+td { padding-right: .6em } td:last-child { width: 100% }
 .bar { background: #7c7b78; height: 1em }
 ul { columns: 11em; font-size: 14px; padding: 0; list-style: none; overflow-wrap: anywhere }
 """

@@ -19,7 +19,7 @@ drops out of them.
 
 The signal is |E g|^2 / E|g|^2, where g is the gradient of L_pi on the policy's matrices in a
 training step. The rest is noise. E is the mean over batches of training rows. All estimators see
-the same rows and draws. The standard error is a jackknife over batches.
+the same rows and draws, in float32. The standard error is a jackknife over batches.
 
 Writes experiments/results/NAME/table.md.
 """
@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from config.command_line import argument_parser, device_and_dtype
+from config.command_line import argument_parser
 from config.terminal import fail
 from experiments.compare import RESULTS, table
 from model import inputs_and_targets, load_checkpoint
@@ -70,7 +70,7 @@ def signal(g):
     return value.item(), math.sqrt((n - 1) * others.var(correction=0))
 
 
-def policy_gradients(model, shards, autocast, batches):
+def policy_gradients(model, shards, batches):
     """The gradients of L_pi, {(estimator, gamma): (batches, d)}."""
     model.train().requires_grad_(False)  # in training the logits have eq. 23's soft-cap
     model.config.redrawn = 1 / 2  # 8 of 16 rows
@@ -81,8 +81,7 @@ def policy_gradients(model, shards, autocast, batches):
         numbers = np.random.default_rng(k).integers(0, n, 16)
         x, y = inputs_and_targets(read_rows(shards, numbers))
         u = np.random.default_rng([0, 1, k]).random((4, *x.shape), np.float32)
-        with autocast:
-            logp, early_logp, l, a = model(x, y, torch.from_numpy(u))
+        logp, early_logp, l, a = model(x, y, torch.from_numpy(u))
         for gamma in GAMMAS:
             G = discounted_return(logp, gamma)
             early_G = discounted_return(early_logp, gamma)
@@ -100,7 +99,7 @@ def main(argv):
     parser.add_argument("--data", help="folder of prepare.py, instead of each checkpoint's own")
     parser.add_argument("--name", default="variance", help="folder of results (%(default)s)")
     options = parser.parse_args(argv)
-    opened = []
+    rows = []
     for path in options.checkpoints:
         try:
             model, saved = load_checkpoint(path)
@@ -110,17 +109,10 @@ def main(argv):
             fail(error)
         if hp["boundaries"] != "learned":
             fail(f"{path} has boundaries={hp['boundaries']}; use one with learned boundaries")
-        megabytes = saved["rows_seen"] * hp["seq_len"] / 1e6
-        label = f"{Path(path).resolve().parent.name}, {megabytes:.3g} MB"
-        opened.append((label, model, hp["dtype"], shards))
-
-    rows = []
-    for label, model, dtype, shards in opened:
-        _, dtype = device_and_dtype("cpu", dtype)
-        autocast = torch.autocast("cpu", getattr(torch, dtype), enabled=dtype != "float32")
+        label = Path(path).resolve().parent.name
         for N, batches in BATCHES.items():
             cells = defaultdict(list)
-            gradients = policy_gradients(model, shards[N], autocast, batches)
+            gradients = policy_gradients(model, shards[N], batches)
             for (name, _), g in gradients.items():
                 value, error = signal(g)
                 cells[name].append(f"{value:.2%} ± {error:.2%}")

@@ -172,7 +172,7 @@ def test_the_first_run_of_each_system_is_drawn_on_the_first_validation_row(
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     figures.main(["--name=x"])
     made = (tmp_path / "x/boundaries.html").read_text()
-    assert re.findall("<h2>(.*?)</h2>", made) == ["learned-7, target 1/5"]
+    assert re.findall("<h2>(.*?)</h2>", made) == ["learned-7"]
     row = (data / "val_00000.bin").read_bytes()[:32].decode()
     assert "".join(text for *_, text in cells(made)[0]) == row.replace("\n", "⏎\n")
     for name in "boundaries.svg", "entropy.png", "entropy.svg":
