@@ -65,7 +65,7 @@ def finished_run(out_dir, hp):
 def training_step(hp, model, shards, timed=lambda name, function: function):
     """A function that does a training step as train.py does, and returns its boundaries a.
 
-    timed(name, function) replaces each piece of the step.
+    timed(name, function) replaces the pieces of the step that are not the model's.
     """
     model.to(hp.device).train()
     if hp.compile:
@@ -74,9 +74,6 @@ def training_step(hp, model, shards, timed=lambda name, function: function):
     batches = itertools.cycle(train.micro_batches(shards, 0, many, 0, 1, hp.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)  # the rate stays
     autocast = torch.autocast(hp.device, getattr(torch, hp.dtype), enabled=hp.dtype != "float32")
-    for name in PIECES:
-        if hasattr(model, name):
-            vars(model)[name] = timed(name, getattr(model, name))  # hides the method or module
 
     def update():
         torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip)
@@ -104,8 +101,8 @@ def compare_steps(title, settings):
             duration, a = seconds(step)
             if turn:  # the first one compiles
                 times[name].append(duration / a[0].numel())
-    print(f"{title}; the last column is the time per byte, relative to {name}")
-    reference = times[name]
+    last = [*settings][-1]
+    print(f"{title}; the last column is the time per byte, relative to {last}")
     for name, step in steps.items():
         a = step()
         bytes_per_step = a[0].numel()
@@ -113,7 +110,7 @@ def compare_steps(title, settings):
         flops = executed_flops(model, a).item()
         low, middle, high = statistics.quantiles(times[name], n=4)
         spread = (high - low) / 2 / middle
-        ratio = statistics.median(t / r for t, r in zip(times[name], reference))
+        ratio = statistics.median(t / r for t, r in zip(times[name], times[last]))
         print(f"  {name:20} {1e-3 / middle:8.1f} kB/s +- {spread:4.0%} "
               f"{1e3 * bytes_per_step * middle:8.1f} ms {flops / 1e9:8.1f} GFLOP "
               f"{flops / bytes_per_step / middle / 1e12:6.2f} TFLOP/s {ratio:6.2f}")
@@ -137,12 +134,15 @@ def print_pieces(hp):
             return result
         return call
 
-    step = training_step(*new_setting(hp), timed)
+    hp, model, shards = new_setting(hp)
+    for name in PIECES:
+        vars(model)[name] = timed(name, getattr(model, name))  # hides the method or module
+    step = training_step(hp, model, shards, timed)
     step()  # compiles
     spent.clear()
     for _ in range(TURNS):
         spent["whole step"] += seconds(step)[0]
-    print("pieces of a learned step, with the second draw")
+    print(f"pieces of a learned step, K={hp.num_draws}")
     for name, total in spent.items():
         print(f"  {name:20} {1e3 * total / TURNS:8.1f} ms")
 
@@ -169,8 +169,7 @@ def main(argv):
         return
     if options.gpu:
         compare_steps("the paper's model", {"learned": new_setting(hp)})
-        if hp.device == "cuda":
-            print(f"peak memory: {torch.cuda.max_memory_allocated() / 1e9:.3g} GB")
+        print(f"peak GPU memory: {torch.cuda.max_memory_allocated() / 1e9:.3g} GB")
     else:
         compare_steps(f"rows of {hp.seq_len} bytes", {
             "learned": new_setting(hp),
@@ -188,4 +187,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

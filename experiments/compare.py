@@ -116,8 +116,8 @@ def read_run(system, seed, out_dir):
     hp = SimpleNamespace(**saved["config"])
     parameters = sum(p.numel() for p in model.parameters())
     draws = hp.num_draws if hp.boundaries == "learned" else 1
-    lines = (out_dir / "log.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    log = (out_dir / "log.jsonl").read_text()
+    records = [json.loads(line) for line in log.splitlines()]
     steps = [record for record in records if "auto" in record]
     if not steps:  # shorter than log_interval
         return []
@@ -174,7 +174,7 @@ def draw_loss(runs, path):
             flops = [e["paper_flops"] for e in evaluations]
             bits = [e["val_bpb"] for e in evaluations]
             label = None if i else system
-            axes.plot(flops, bits, **style, label=label, markersize=4, linewidth=1)
+            axes.plot(flops, bits, **style, label=label, markersize=4)
     axes.set(xscale="log", xlabel="training FLOPs, counted as in the paper",
              ylabel="validation bits per byte")
     axes.tick_params("x", which="minor", labelsize=6)

@@ -58,8 +58,7 @@ def read_finished(results):
         system, seed = name.rsplit("-", 1)
         evaluations = compare.read_run(system, int(seed), path.parent)
         if evaluations and evaluations[-1]["bytes"] >= evaluations[-1]["training_bytes"]:
-            record = {"budget": float(budget), "shape": shape}
-            records.append(record | evaluations[-1])
+            records.append({"budget": float(budget), "shape": shape, **evaluations[-1]})
     keys = "budget", "parameters", "shape", "system", "seed"
     return sorted(records, key=lambda record: [record[key] for key in keys])
 
