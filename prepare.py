@@ -123,8 +123,9 @@ def open_hf(options):
         # otherwise pyarrow holds as much of a Parquet file as it has read
         builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
         dataset = builder.as_streaming_dataset(options["split"])
-        if os.path.exists(path):  # a disk is fast, and pyarrow reads up to 1 GB ahead
-            dataset = dataset.reshard()  # but not beyond a row group
+        if os.path.exists(path):
+            # read one row group at a time; pyarrow would read a fast disk up to 1 GB ahead of us
+            dataset = dataset.reshard()
     except Exception as error:  # datasets and the libraries below it have dozens of types
         fail(f"cannot open --hf_path={path} --split={options['split']}: {error}")
     return dataset, f"{builder.config_id} {builder.hash}"
@@ -143,7 +144,7 @@ def read_hf(dataset, state):
             yield (example[column] or "").encode(), bookmark
             bookmark = dataset.state_dict()
     except Exception as error:
-        fail(f"cannot read --text_column={column}: {error}; run the same command again to continue")
+        fail(f"cannot read column {column}: {error}; run the same command again to continue")
 
 
 # --------------------------------------------------------------------------------------------------

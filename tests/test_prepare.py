@@ -329,7 +329,7 @@ def test_missing_or_short_shards_are_an_error(damage, documents, tmp_path, capsy
     ("--dataset=files --input=\x1b[31m\u202e", "--input=\u241b[31m\ufffd"),
     ("--dataset=hf --hf_path=no.jsonl", "cannot open --hf_path=no.jsonl"),
     ("--dataset=hf --hf_path={tmp}/a.jsonl", "--text_column=text does not exist"),
-    ("--dataset=hf --hf_path={tmp}/a.jsonl --text_column=n", "cannot read --text_column=n"),
+    ("--dataset=hf --hf_path={tmp}/a.jsonl --text_column=n", "cannot read column n"),
     ("--dataset=hf --hf_path={tmp}/a.jsonl --split=test", "--split=test"),
     ("{files} --seq_len=301", "fewer than two rows of --seq_len=301 bytes"),
     ("{files} --seq_len=100 --max_bytes=199", "larger --max_bytes"),
