@@ -27,7 +27,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from config.terminal import fail, printable  # noqa: F401  printable until nothing imports it here
+from config.terminal import fail
 
 SPLITS = "train", "val"
 HF_PRESETS = {
