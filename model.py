@@ -34,6 +34,11 @@ T_MULTIPLE = 64  # T is a multiple, or B * M: matrix products with odd sizes are
 
 @dataclass
 class ModelConfig:
+    """The hyperparameters in train.py that the model needs; the defaults are the 147M model's.
+
+    Checkpoints from before a field existed load with its default.
+    """
+
     seq_len: int = 4096  # bytes in a training row; the model also reads longer ones
     embedding_dim: int = 768  # D
     num_heads: int = 12
@@ -186,8 +191,8 @@ class Block(nn.Module):
 class Policy(nn.Module):
     """The logit of "a token ends here" after every possible history of w decisions; eq. 21-23.
 
-    Any module that returns logits of this shape can take its place: the draw, the loss and
-    generation use nothing else.
+    The draw, the loss and generation use nothing but these logits. So you may change how they come
+    about, as long as those at i depend on X_i alone: sample.py passes one position at a time.
     """
 
     def __init__(self, config):
@@ -195,6 +200,10 @@ class Policy(nn.Module):
         self.config = config
         self.norm = RMSNorm(config.embedding_dim)
         self.linear = nn.Linear(config.embedding_dim, 1 + config.policy_window, bias=False)
+
+    def initialize(self):
+        """Model calls this after it has initialized all matrices in the usual way."""
+        nn.init.zeros_(self.linear.weight)  # p starts at the target
 
     def forward(self, X):
         """X (B, N, D) -> l (B, N, 2^w), float32. Bit j-1 of a history is the decision a_{i-j}."""
@@ -322,7 +331,7 @@ class Model(nn.Module):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
         nn.init.normal_(self.head.linear.weight, std=0.02)
         if learned:
-            nn.init.zeros_(self.policy.linear.weight)  # p starts at the target
+            self.policy.initialize()
         if learned and config.early_exit:
             self.early_head = copy.deepcopy(self.head)  # W_early, eq. 14
 
@@ -429,9 +438,17 @@ def read_checkpoint(path):
 def load_checkpoint(path):
     """The model that train.py saved, in evaluation mode on the CPU, and all that was saved.
 
-    Raises as read_checkpoint does.
+    Raises as read_checkpoint and load_weights do.
     """
     saved = read_checkpoint(path)
     model = make_model(config_of(saved["config"]))
-    model.load_state_dict(saved["model"])
+    load_weights(model, saved, path)
     return model.eval(), saved
+
+
+def load_weights(model, saved, path):
+    """Loads the weights that train.py saved. ValueError if they are not this model's."""
+    try:
+        model.load_state_dict(saved["model"])
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit the model: {error}") from error

@@ -177,9 +177,10 @@ def main(argv=None):
     parser = argument_parser(__doc__)
     add = parser.add_argument
     add("--out_dir", default="out", help="folder where train.py left ckpt.pt (%(default)s)")
-    add("--start", default="", help="the text to continue")
-    add("--score", metavar="FILE", help="show the boundaries of this file, or of stdin: -")
-    add("--text", help="show the boundaries of this text")
+    given = parser.add_mutually_exclusive_group().add_argument
+    given("--start", default="", help="the text to continue")
+    given("--score", metavar="FILE", help="show the boundaries of this file, or of stdin: -")
+    given("--text", help="show the boundaries of this text")
     add("--deterministic", action="store_true", help="in given text, a token ends where p > 1/2")
     add("--num_samples", type=int, default=1, help="texts to generate (%(default)s)")
     add("--max_new_bytes", type=int, default=300, help="length of each text (%(default)s)")
@@ -195,17 +196,19 @@ def main(argv=None):
     if not 0 <= options.temperature < math.inf:
         fail(f"--temperature={options.temperature} must be at least 0")
     device, _ = device_and_dtype(options.device, "float32")
-    text = os.fsencode(options.text or "")
+    text = None
     try:
         model = load(options.out_dir)
         if options.score == "-":
             text = sys.stdin.buffer.read()
         elif options.score:
             text = Path(options.score).expanduser().read_bytes()
+        elif options.text is not None:
+            text = os.fsencode(options.text)
     except (OSError, ValueError) as error:
         fail(error)
-    if options.score and not text:
-        fail(f"--score={options.score} is empty; give a text")
+    if text == b"":
+        fail("the given text is empty")
 
     torch.manual_seed(options.seed)
     model.to(device)

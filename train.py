@@ -28,7 +28,8 @@ import prepare
 from config.command_line import check, device_and_dtype, read_command_line
 from config.terminal import fail, marked
 from experiments.measures import executed_flops, where_tokens_end
-from model import Head, Policy, config_of, inputs_and_targets, make_model, read_checkpoint
+from model import (
+    Head, Policy, config_of, inputs_and_targets, load_weights, make_model, read_checkpoint)
 
 # ---- Hyperparameters. The values are the quick run's; config/ holds the paper's. ----------------
 # A flag takes the type of the value here: what may be 0.5 is written 1.0, not 1.
@@ -50,7 +51,7 @@ boundaries = "learned"  # or uniform, hnet, ..., or another run's ckpt.pt: exper
 downsample_rate_target = 1 / 5  # tokens per byte
 policy_window = 1  # w, eq. 21: each decision sees this many earlier decisions
 policy_scale = 16.0  # S, eq. 22
-policy_softcap = 5.0  # eq. 23: in training, a decision's logit stays between -5 and 5
+policy_softcap = 5.0  # eq. 23: keeps logits between -5 and 5, in training only
 # loss
 num_draws = 2  # K draws per row, each compared with the others; 1: the paper's estimator, eq. 15-17
 redrawn = 1 / 2  # fraction of rows drawn more than once; only these train the policy
@@ -128,7 +129,7 @@ def target_loss(l, target):
 
 
 def losses(model, logp, early_logp, l, a, hp):
-    """The total loss, and a dictionary of its terms for the log, from the model's outputs."""
+    """The total loss, and its terms for the log: a dictionary of scalar tensors by name."""
     L_auto = -logp[0].mean()  # eq. 25
     if hp.boundaries != "learned":
         L_boundary = model.boundary_loss(l, a)  # experiments/systems.py
@@ -247,12 +248,15 @@ def main(argv):
             if unknown := sorted(old.keys() - DEFAULTS.keys()):
                 fail(f"{checkpoint} sets {', '.join(unknown)}, which train.py does not know")
             if missing := sorted(DEFAULTS.keys() - old.keys()):
-                print(f"{checkpoint} does not set {', '.join(missing)}; using the default")
+                values = ", ".join(f"{key}={DEFAULTS[key]}" for key in missing)
+                print(f"{checkpoint} is from before {values}; using this default")
             chosen = old | chosen
         hp = SimpleNamespace(**DEFAULTS | chosen)
         check(hp)
         torch.manual_seed(hp.seed)
         model = make_model(config_of(vars(hp)))
+        if saved:
+            load_weights(model, saved, checkpoint)
     except (OSError, ValueError) as error:
         fail(error)
 
@@ -296,11 +300,6 @@ def main(argv):
                  "and data on a disk that all of them share")
 
     # ---- model
-    if saved:
-        try:
-            model.load_state_dict(saved["model"])
-        except (RuntimeError, ValueError) as error:
-            fail(f"{checkpoint} does not fit these hyperparameters: {error}")
     model.to(device).train()
     if hp.compile and kind != "mps":
         compile_model(model)
@@ -311,8 +310,12 @@ def main(argv):
     # ---- optimizer: matrices (decayed), vectors (not decayed), the policy (own learning rate)
     matrices, vectors, policy = [], [], []
     for name, p in model.named_parameters():
-        group = vectors if p.dim() < 2 else policy if name.startswith("policy.") else matrices
-        group.append(p)
+        if name.startswith("policy.") and not name.startswith("policy.norm."):
+            policy.append(p)
+        elif p.dim() < 2:
+            vectors.append(p)
+        else:
+            matrices.append(p)
     usual = {"weight_decay": 0.0, "peak": hp.learning_rate, "start_bytes": 0}
     groups = [
         usual | {"params": matrices, "weight_decay": hp.weight_decay},
@@ -321,8 +324,9 @@ def main(argv):
                  "start_bytes": hp.policy_start_bytes}]
     optimizer = torch.optim.AdamW(groups, fused=True)  # betas 0.9 and 0.999, as in the paper
     if saved:
-        new_groups = optimizer.state_dict()["param_groups"]  # flags may have changed them
-        optimizer.load_state_dict(saved["optimizer"] | {"param_groups": new_groups})
+        for name, p in model.named_parameters():  # by name, since flags or code may change groups
+            state = saved["optimizer"][name]
+            optimizer.state[p] = {key: value.to(device) for key, value in state.items()}
         if saved["scaler"]:  # it was float16 before
             scaler.load_state_dict(saved["scaler"])
 
@@ -330,12 +334,12 @@ def main(argv):
     step = first_step = logged_step = saved.get("step", 0)
     rows_seen = saved.get("rows_seen", 0)
     seconds = 0.0  # of training since the last log line
-    early = [hp.eval_interval // n for n in (2, 4, 8)]  # when boundaries form; evaluate here too
+    early = [hp.eval_interval // n for n in (2, 4, 8)]  # evaluate more often while much changes
     if rank == 0:
         log = log_file.open("a", buffering=1)
         log.truncate(min(log.tell(), saved.get("log_bytes", 0)))  # drop lines after the checkpoint
-        print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters; "
-              "compiling the first training steps may take a minute")
+        print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters"
+              + "; compiling the first training steps may take a minute" * hp.compile)
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)  # torchrun turns Ctrl-C into this one
 
@@ -347,8 +351,8 @@ def main(argv):
         evaluating = step % hp.eval_interval == 0 or finished or step in early
         evaluating = evaluating and (step > first_step or not saved)
         if rank == 0 and evaluating:
-            R = math.ceil(hp.redrawn * hp.batch_size)  # as a second draw, whose graph it reuses
-            metrics, shown = evaluate(model, val_shards, hp.eval_rows, R, autocast)
+            rows = math.ceil(hp.redrawn * hp.batch_size)  # as many as are redrawn: the same graph
+            metrics, shown = evaluate(model, val_shards, hp.eval_rows, rows, autocast)
             if not math.isfinite(metrics["val_bpb"]):
                 raise FloatingPointError(f"step {step}: the validation loss is not finite")
             line = [(byte, int(a), round(p, 2)) for byte, a, p in shown]
@@ -364,8 +368,9 @@ def main(argv):
         if rank == 0 and (evaluating or stopping) and step > first_step:
             if not all(p.isfinite().all() for p in model.parameters()):
                 raise FloatingPointError(f"step {step}: a weight is not finite")
+            moments = {name: optimizer.state[p] for name, p in model.named_parameters()}
             state = {
-                "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                "model": model.state_dict(), "optimizer": moments,
                 "scaler": scaler.state_dict(), "config": vars(hp), "step": step,
                 "rows_seen": rows_seen, "log_bytes": log_file.stat().st_size}
             part = checkpoint.with_suffix(".part")
@@ -391,10 +396,9 @@ def main(argv):
             L, terms = losses(model, logp, early_logp, l, a, hp)
             scaler.scale(L / len(batches)).backward()
             if logging:
-                terms["rate"] = a[0].float().mean()
-                terms["entropy"] = F.binary_cross_entropy_with_logits(
-                    l[0, :, 1:], a[0, :, 1:].float())
-                terms["flops_per_byte"] = executed_flops(model, a) / x.numel()
+                entropy = F.binary_cross_entropy_with_logits(l[0, :, 1:], a[0, :, 1:].float())
+                terms = {"rate": a[0].float().mean(), "entropy": entropy,
+                         "flops_per_byte": executed_flops(model, a) / x.numel(), **terms}
                 for name, value in terms.items():
                     totals[name] = totals.get(name, 0) + value.detach() / len(batches)
 

@@ -1,6 +1,5 @@
 """Command lines: train.py's hyperparameters and their checks, and the other programs' options."""
 import argparse
-import math
 import os
 import runpy
 import sys
@@ -12,7 +11,10 @@ import torch
 
 from config.terminal import fail
 
-MAY_BE_ZERO = """policy_window gamma n_down_layers n_mid_layers n_up_layers warmup_bytes seed
+POSITIVE = """seq_len embedding_dim num_heads attention_window policy_scale policy_softcap num_draws
+    redrawn training_bytes effective_batch_size batch_size learning_rate grad_clip log_interval
+    eval_interval"""
+NOT_NEGATIVE = """policy_window gamma n_down_layers n_mid_layers n_up_layers warmup_bytes seed
     policy_start_bytes policy_learning_rate weight_decay lambda_pi lambda_target lambda_early"""
 MAXIMA = {"gamma": 1, "redrawn": 1, "policy_window": 12}  # the draw keeps 2^policy_window numbers
 CHOICES = {
@@ -90,12 +92,15 @@ def read_command_line(argv, defaults, program=None):
 
 def check(hp):
     """Ends the program if a hyperparameter, or a combination of them, cannot work."""
-    for key, value in vars(hp).items():
-        if type(value) in (int, float):
-            if value < 0 or value == 0 and key not in MAY_BE_ZERO.split():
-                fail(f"{key}={value} must be positive")
-            if value > MAXIMA.get(key, math.inf):
-                fail(f"{key}={value} must be at most {MAXIMA[key]}")
+    for key in POSITIVE.split():
+        if getattr(hp, key) <= 0:
+            fail(f"{key}={getattr(hp, key)} must be positive")
+    for key in NOT_NEGATIVE.split():
+        if getattr(hp, key) < 0:
+            fail(f"{key}={getattr(hp, key)} must not be negative")
+    for key, largest in MAXIMA.items():
+        if getattr(hp, key) > largest:
+            fail(f"{key}={getattr(hp, key)} must be at most {largest}")
     if hp.eval_rows < 2:
         fail(f"eval_rows={hp.eval_rows} must be at least 2: a standard error needs two rows")
     for key, choices in CHOICES.items():

@@ -200,7 +200,7 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(trained):
     (["--out_dir=no/such"], "there is no checkpoint no/such/ckpt.pt"),
     (["--out_dir={tmp}"], "is damaged, or not a checkpoint"),
     (["--out_dir={trained}", "--score=no/such"], "no/such"),
-    (["--out_dir={trained}", "--score={tmp}/empty"], "is empty; give a text"),
+    (["--out_dir={trained}", "--score={tmp}/empty"], "the given text is empty"),
     (["--temperature=-1"], "-1"),
     (["--out_dir={trained}", "--device=nonsense"], "nonsense"),
     (["--out_dir={trained}", "--device=mps"], "device='mps', but torch finds none"),
