@@ -9,7 +9,7 @@ A mark │ stands where a token ends. On a terminal the colour is the policy's p
 boundary after that character: blue is low, yellow is high. In Python:
 
     from sample import load, tokens
-    for text, p in tokens(load("out"), "def main(argv):"):
+    for text, p in tokens(load("out"), "def main(argv):", deterministic=True):
         print(repr(text), p)  # a token, and the probability that it ends there
 """
 import math

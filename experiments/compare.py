@@ -112,7 +112,10 @@ def read_run(system, seed, out_dir):
     """
     if not (out_dir / "ckpt.pt").exists():
         return []
-    model, saved = load_checkpoint(out_dir / "ckpt.pt")
+    try:
+        model, saved = load_checkpoint(out_dir / "ckpt.pt")
+    except ValueError as error:  # for example a rule that is no longer in SYSTEMS
+        fail(error)
     hp = SimpleNamespace(**saved["config"])
     parameters = sum(p.numel() for p in model.parameters())
     draws = hp.num_draws if hp.boundaries == "learned" else 1
