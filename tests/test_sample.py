@@ -177,7 +177,8 @@ def test_readmes_python_example_runs_as_written(trained, monkeypatch, capsys):
     example = readme[readme.index("from sample import") :].partition("```")[0]
     monkeypatch.chdir(trained.parent)
     exec(example.replace('"out"', f'"{trained}"'))
-    assert len(capsys.readouterr().out.splitlines()) > 2
+    lines = capsys.readouterr().out.splitlines()
+    assert "".join(eval(line.rpartition(" ")[0]) for line in lines) == "def main(argv):"
 
 
 @pytest.mark.parametrize("how", ["stdin", "text"])
