@@ -359,10 +359,8 @@ def main(argv):
             record = {"step": step, "bytes": bytes_seen, **metrics, "line": line}
             print(json.dumps(record), file=log)
             print(f"step {step} val {metrics['val_bpb']:.3f} bits/byte, "
-                  f"rate {metrics['val_rate']:.3f} | tokens end: "
-                  f"{metrics['ends_between']:.0%} between words, "
-                  f"{metrics['ends_before']:.0%} on last letters, "
-                  f"{metrics['ends_after']:.0%} on first letters")
+                  f"rate {metrics['val_rate']:.3f} | "
+                  f"{metrics['ends_between']:.0%} of tokens end between words")
             colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
             print("".join(marked(shown[:80], colour)).replace("\n", "⏎"))
         if rank == 0 and (evaluating or stopping) and step > first_step:
