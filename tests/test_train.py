@@ -370,7 +370,7 @@ def test_where_tokens_end_is_counted_against_words():
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])  # float16 has a GradScaler
 def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(how, dtype, data, tmp_path):
-    flags = [*TINY, f"--data={data}", f"--dtype={dtype}", f"--training_bytes={40 * STEP}"]
+    flags = [*TINY, f"--data={data}", f"--dtype={dtype}", f"--training_bytes={24 * STEP}"]
     train.main([*flags, f"--out_dir={tmp_path}/whole"])
     command = [sys.executable, ROOT / "train.py", *flags, f"--out_dir={tmp_path}/out"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -536,7 +536,7 @@ def test_processes_that_see_different_data_end_in_one_line(data, tmp_path):
         env = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
                             "MASTER_PORT": str(port)}
         command = [sys.executable, ROOT / "train.py", *TINY, f"--data={folder}", "--batch_size=2",
-                   f"--out_dir={tmp_path}/{rank}"]
+                   "--training_bytes=512", f"--out_dir={tmp_path}/{rank}"]
         processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE))
     for process in processes:
         _, error = process.communicate()
