@@ -549,7 +549,9 @@ def test_a_signal_to_one_process_of_several_stops_all_with_a_checkpoint(how, dat
     command = [*TORCHRUN, "--nproc_per_node=2", ROOT / "train.py", *TINY, f"--data={data}", NEVER,
                f"--out_dir={tmp_path}", "--batch_size=2", "--training_bytes=1e9"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    threading.Timer(100, process.terminate).start()  # if one of the two waits for ever
+    watchdog = threading.Timer(60, process.terminate)  # if one of the two waits for ever
+    watchdog.daemon = True
+    watchdog.start()
     for line in process.stdout:
         if line.startswith("step 2 "):
             children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True)
