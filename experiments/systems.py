@@ -153,8 +153,8 @@ class Taught(Fixed):
 def mean_pool(X, a, M):
     """Mean of X (B, N, D) over each token's bytes -> (B, M, D); a (B, N), 1 where a token ends.
 
-    A position's weight in token s is 1 - s + (the number of boundaries before it), divided by the
-    sum of the token's weights. That is 1 in value, but has a gradient on a, as in the authors' code.
+    A position's weight in token s is 1 - s + (the number of boundaries before it). That is 1 in
+    value, but has a gradient on a, as in the authors' code. The mean divides by the weights' sum.
     """
     before = a.cumsum(1) - a
     weight = 1 + before - before.detach()  # (B, N)

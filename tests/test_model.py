@@ -267,6 +267,7 @@ def test_k_draws_of_a_row_are_k_passes_of_which_the_first_has_the_gradient(train
         alone = model(x, y, u[k : k + 1])
         for one, other in zip((logp[k], early_logp, l[k], a[k]), (alone[0][0], *alone[1:])):
             torch.testing.assert_close(one, other.view_as(one))
-        gradient = torch.autograd.grad(logp[k].sum(), model.head.linear.weight, retain_graph=True)[0]
+        weight = model.head.linear.weight
+        gradient, = torch.autograd.grad(logp[k].sum(), weight, retain_graph=True)
         assert (gradient.abs().max() > 0) == (k == 0)
     assert not torch.equal(a[0], a[1])
