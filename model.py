@@ -28,8 +28,8 @@ VOCAB_SIZE = 257
 ATTENTION_SOFTCAP = 50.0  # as in Gemma 2
 LOGIT_SOFTCAP = 30.0  # as in Gemma 2
 ROPE_BASE = 10000.0
-TOKEN_MULTIPLE = 16 if torch.cuda.is_available() else 8  # M is a multiple: GPU loads are aligned
-T_MULTIPLE = 64  # T is a multiple, or B * M: matrix products with odd sizes are slow
+TOKEN_MULTIPLE = 16 if torch.cuda.is_available() else 8  # M is a multiple of this: aligned GPU loads
+T_MULTIPLE = 64  # T is a multiple of this, or B * M: products with odd sizes are slow
 
 
 @dataclass
@@ -404,7 +404,7 @@ def inputs_and_targets(rows):
 
 # ---- Making and loading models.
 def config_of(hyperparameters):
-    """The ModelConfig in a dictionary that may hold more. Prints which fields it does not hold."""
+    """The ModelConfig in a dictionary that may hold more. Prints the missing fields."""
     known = {field.name for field in fields(ModelConfig)}
     missing = sorted(known - hyperparameters.keys())
     if missing:

@@ -10,9 +10,9 @@ A document gives as many rows of --seq_len bytes as fit; the rest of it is left 
 to train or all to val. They are stored end to end in data/<name>/train_00000.bin, val_00000.bin
 and so on.
 
-meta.json is written last, so a folder that has it is complete. Until then, progress.json says how
-far the work has come. If the program is stopped, the same command continues from there and ends
-with the same files.
+meta.json is written last, so a folder that has it is complete. Until then, progress.json records
+the progress. If the program is stopped, the same command continues from there and ends with the
+same files.
 """
 import argparse
 import glob

@@ -70,7 +70,8 @@ def generate(model, x, max_new_bytes, temperature=1.0, top_k=None):
 
     Yields for every byte after <bos>, starting with the prompt's: the byte, whether a token ends
     there, the policy's p, and the byte's negative log-likelihood in nats at temperature 1; all
-    (B,). A byte costs one position of the byte layers, and one of the middle where a token ends.
+    (B,). A byte costs one position of the byte layers, and one of the middle where a token ends; a
+    prompt is read byte by byte too.
     """
     if model.config.boundaries != "learned":
         yield from generate_without_cache(model, x, max_new_bytes, temperature, top_k)
@@ -116,7 +117,7 @@ def generate(model, x, max_new_bytes, temperature=1.0, top_k=None):
             logits = model.head.logits(Z)
     finally:
         for attention in byte_layers + token_layers:
-            del attention.attend  # uncovers the class's own method
+            del attention.attend  # restores the class's method
 
 
 @torch.no_grad()
@@ -163,7 +164,7 @@ def load(out_dir="out"):
 def tokens(model, text, deterministic=False):
     """Yields the tokens of a text, a str or bytes, with the probability p that they end there.
 
-    A token's bytes that are not UTF-8 by themselves, as in half a character, read \\xc3.
+    Bytes that are not UTF-8 by themselves, such as half a character, appear as escapes: \\xc3.
     """
     text = text if isinstance(text, bytes) else text.encode()
     start = 0

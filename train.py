@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._inductor import exc as inductor
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare
@@ -67,7 +68,7 @@ batch_size = 16  # micro-batch per process; eq. 17 and 24 average over it on all
 learning_rate = 3e-3  # peak, after the warm-up; falls to 0 along a cosine
 warmup_bytes = 200_000  # linear warm-up
 policy_learning_rate = 0.12  # peak for the policy, whose weights are divided by S
-policy_start_bytes = 500_000  # its learning rate is 0 until then; the model learns to use tokens
+policy_start_bytes = 500_000  # until then it is 0, while the model learns to use tokens
 weight_decay = 0.01  # of matrices, except the policy's
 grad_clip = 1.0  # maximum gradient norm
 # log
@@ -103,7 +104,7 @@ def discounted_return(R, gamma):
 
 
 def advantage(G):
-    """A (K, B, N): the return G (K, B, N) minus what was to be expected at the same position."""
+    """A (K, B, N): the return G (K, B, N) minus the return expected at that position."""
     K = len(G)
     if K == 1:
         return G - mean_over_processes(G.mean(1))  # eq. 17: all rows of this micro-batch
@@ -236,12 +237,12 @@ def main(argv):
     checkpoint = Path(chosen.get("out_dir", out_dir), "ckpt.pt")
     log_file = checkpoint.with_name("log.jsonl")
     resuming = chosen.get("resume", resume)
-    if rank == 0 and not prepare.lock(checkpoint.parent):  # until this process ends
-        fail(f"another run is writing to {checkpoint.parent}; use another --out_dir")
-    if checkpoint.exists() and not resuming:
-        fail(f"{checkpoint} exists; continue it with --resume=True, or use another --out_dir")
     saved = {}
     try:
+        if rank == 0 and not prepare.lock(checkpoint.parent):  # until this process ends
+            fail(f"another run is writing to {checkpoint.parent}; use another --out_dir")
+        if checkpoint.exists() and not resuming:
+            fail(f"{checkpoint} exists; continue it with --resume=True, or use another --out_dir")
         if resuming:
             saved = read_checkpoint(checkpoint)
             old = saved["config"]
@@ -249,7 +250,10 @@ def main(argv):
                 fail(f"{checkpoint} sets {', '.join(unknown)}, which train.py does not know")
             if missing := sorted(DEFAULTS.keys() - old.keys()):
                 values = ", ".join(f"{key}={DEFAULTS[key]}" for key in missing)
-                print(f"{checkpoint} is from before {values}; using this default")
+                print(f"{checkpoint} does not set {values}; these defaults are used")
+            for key in "seq_len", "num_heads":
+                if key in chosen and chosen[key] != old[key]:
+                    fail(f"{key} cannot change when a run resumes; it was {old[key]}")
             chosen = old | chosen
         hp = SimpleNamespace(**DEFAULTS | chosen)
         check(hp)
@@ -301,7 +305,8 @@ def main(argv):
 
     # ---- model
     model.to(device).train()
-    if hp.compile and kind != "mps":
+    compiled = hp.compile and kind != "mps"
+    if compiled:
         compile_model(model)
     net = model
     if world > 1:
@@ -327,21 +332,21 @@ def main(argv):
         for name, p in model.named_parameters():  # by name, since flags or code may change groups
             state = saved["optimizer"][name]
             optimizer.state[p] = {key: value.to(device) for key, value in state.items()}
-        if saved["scaler"]:  # it was float16 before
+        if saved["scaler"]:  # the saved run used float16
             scaler.load_state_dict(saved["scaler"])
 
     # ---- loop
     step = first_step = logged_step = saved.get("step", 0)
     rows_seen = saved.get("rows_seen", 0)
     seconds = 0.0  # of training since the last log line
-    early = [hp.eval_interval // n for n in (2, 4, 8)]  # evaluate more often while much changes
+    early = [hp.eval_interval // n for n in (2, 4, 8)]  # more evaluations at first
     if rank == 0:
         log = log_file.open("a", buffering=1)
         log.truncate(min(log.tell(), saved.get("log_bytes", 0)))  # drop lines after the checkpoint
         print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters"
-              + "; compiling the first training steps may take a minute" * hp.compile)
+              + "; compiling the first training steps may take a minute" * compiled)
     signal.signal(signal.SIGINT, request_stop)
-    signal.signal(signal.SIGTERM, request_stop)  # torchrun turns Ctrl-C into this one
+    signal.signal(signal.SIGTERM, request_stop)  # from schedulers
 
     while True:
         bytes_seen = rows_seen * hp.seq_len
@@ -411,7 +416,7 @@ def main(argv):
             raise FloatingPointError(f"step {step}: the gradient is not finite")
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         seconds += time.perf_counter() - started
 
         if logging:
@@ -443,9 +448,10 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except FloatingPointError as error:
-        fail(f"{error}; use a smaller learning_rate or a longer warmup_bytes. The last checkpoint "
-             "is as it was", code=1)
-    except torch._inductor.exc.InductorError as error:
+        fail(f"{error}; use a smaller learning_rate or a longer warmup_bytes. The last checkpoint, "
+             "if there is one, is as it was", code=1)
+    except (inductor.InductorError, inductor.TritonMissing, inductor.GPUTooOldForTriton) as error:
         if stop_signals:  # Ctrl-C reaches the C++ compiler as well
             fail("stopped while compiling; the last checkpoint is intact", code=130)
-        fail(f"torch.compile failed: {error}; use --compile=False, or install a C++ compiler")
+        fail(f"torch.compile failed: {str(error).splitlines()[0]}; use --compile=False, or install "
+             "a C++ compiler (on a GPU, Triton)")

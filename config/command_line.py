@@ -74,7 +74,7 @@ def read_command_line(argv, defaults, program=None):
     if "-h" in argv or "--help" in argv:
         source = Path(program).read_text()
         usage, _, rest = source.partition("import ")
-        print(usage + rest[rest.index("# ----") : rest.index("DEFAULTS")])
+        print(usage.replace('"""', "") + rest[rest.index("# ----") : rest.index("DEFAULTS")])
         sys.exit()
     chosen = {}
     for argument in argv:
@@ -124,7 +124,7 @@ def check(hp):
 
 
 def device_and_dtype(device, dtype):
-    """The device type and the dtype that "auto" stands for. Ends the program without the device."""
+    """The device type and the dtype that "auto" stands for. Ends the program if the device is missing."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
                  "cpu": True}
     if device == "auto":

@@ -1,4 +1,4 @@
-# A larger model: 5.7M parameters, 40 MB, half an hour to three quarters on two cores. The policy's
+# A larger model: 5.7M parameters, 40 MB, 30 to 45 minutes on two cores. The policy's
 # learning rate is the quick run's; it was not tuned at this size.
 #   python train.py config/laptop.py --data=data/mine --out_dir=out-laptop
 seq_len = 1024

@@ -569,10 +569,13 @@ def test_a_finished_run_is_not_overwritten(trained, data, capsys):
     assert (trained / "ckpt.pt").read_bytes() == before
 
 
-def test_a_checkpoint_of_another_shape_is_refused(trained, capsys):
+def test_a_checkpoint_of_another_shape_or_meaning_is_refused(trained, capsys):
     error = refused(capsys, f"--out_dir={trained}", "--resume=True", "--n_mid_layers=3")
     assert "ckpt.pt does not fit the model" in error
     assert "middle.2" in error
+    for flag in "--seq_len=16", "--num_heads=1":  # the weights would fit, but mean something else
+        error = refused(capsys, f"--out_dir={trained}", "--resume=True", flag)
+        assert "cannot change when a run resumes" in error
 
 
 @pytest.mark.parametrize("name, flags, count, values", [  # Table 2
