@@ -163,7 +163,8 @@ def test_overlapping_inputs_give_each_file_once_and_never_our_own_shards(
     assert held(tmp_path / "in/out") == oracle([*documents, b"y" * 100])
 
 
-def test_max_bytes_is_exact_and_nothing_is_read_beyond_it(documents, tmp_path, monkeypatch):
+def test_max_bytes_is_exact_nothing_is_read_beyond_it_and_the_set_is_not_the_full_one(
+        documents, tmp_path, monkeypatch, capsys):
     def spy(path, **options):
         read.append(Path(path).read_bytes())
         return memmap(path, **options)
@@ -177,6 +178,7 @@ def test_max_bytes_is_exact_and_nothing_is_read_beyond_it(documents, tmp_path, m
     want[last] += documents[15][:500]
     assert held(tmp_path / "out") == want
     assert read == documents[:16]
+    assert "was made with" in error_of(capsys, *small(tmp_path))
 
 
 @pytest.mark.parametrize("val_fraction", [0.3, 1e-9])
