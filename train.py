@@ -68,7 +68,7 @@ batch_size = 16  # micro-batch per process; eq. 17 and 24 average over it on all
 learning_rate = 3e-3  # peak, after the warm-up; falls to 0 along a cosine
 warmup_bytes = 200_000  # linear warm-up
 policy_learning_rate = 0.12  # peak for the policy, whose weights are divided by S
-policy_start_bytes = 500_000  # until then it is 0, while the model learns to use tokens
+policy_start_bytes = 500_000  # policy's learning rate is 0 until then: tokens must be useful first
 weight_decay = 0.01  # of matrices, except the policy's
 grad_clip = 1.0  # maximum gradient norm
 # log
