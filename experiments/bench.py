@@ -72,20 +72,24 @@ def training_step(hp, model, shards, timed=lambda name, function: function):
         train.compile_model(model)
     many = SimpleNamespace(**vars(hp) | {"effective_batch_size": 32 * hp.batch_size})
     batches = itertools.cycle(train.micro_batches(shards, 0, many, 0, 1, hp.device))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)  # the rate stays
+    optimizers = train.make_optimizers(model, hp)
+    for group in itertools.chain(*[optimizer.param_groups for optimizer in optimizers]):
+        group["lr"] = 1e-9  # the rate stays
     autocast = torch.autocast(hp.device, getattr(torch, hp.dtype), enabled=hp.dtype != "float32")
 
     def update():
         torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        with autocast:
+            for optimizer in optimizers:
+                optimizer.step()
+        model.zero_grad()
 
     def step():
         with autocast:
             logp, early_logp, l, a = model(*next(batches))
         L, _ = timed("losses", train.losses)(model, logp, early_logp, l, a, hp)
         timed("backward", L.backward)()
-        timed("clipping and AdamW", update)()
+        timed("clipping and optimizers", update)()
         return a
 
     return step

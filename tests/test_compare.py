@@ -209,5 +209,5 @@ def test_bench_times_all_pieces_of_a_step(monkeypatch, capsys):
         name, milliseconds, _ = line.rsplit(None, 2)
         pieces[name.strip()] = float(milliseconds)
     whole = pieces.pop("whole step")
-    assert pieces.keys() == {*bench.PIECES, "losses", "backward", "clipping and AdamW"}
+    assert pieces.keys() == {*bench.PIECES, "losses", "backward", "clipping and optimizers"}
     assert 0.3 * whole < sum(pieces.values()) < 1.1 * whole
