@@ -473,11 +473,12 @@ def main(argv):
                 group["lr"] = group["peak"] * scale
             scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
-        if not math.isfinite(grad_norm) and scaler.get_scale() <= 1:  # else float16 skips the step
+        if math.isfinite(grad_norm):
+            with autocast:  # for Muon's products
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+        elif scaler.get_scale() <= 1:  # else float16 skips the step and lowers the scale
             raise FloatingPointError(f"step {step}: the gradient is not finite")
-        with autocast:  # for Muon's products
-            for optimizer in optimizers:
-                scaler.step(optimizer)
         scaler.update()
         model.zero_grad()
         seconds += time.perf_counter() - started
