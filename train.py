@@ -66,9 +66,9 @@ lambda_early = 1e-1  # weight of the early exit's loss
 training_bytes = 4_000_000  # length of the run
 effective_batch_size = 16  # rows in a training step, over all processes and micro-batches
 batch_size = 16  # micro-batch per process; eq. 17 and 24 average over it on all processes together
-learning_rate = 3e-3  # AdamW's peak, after the warm-up; falls to 0 along a cosine
-muon_learning_rate = 6e-3  # peak for the matrices of the blocks; 0: AdamW trains them too
-policy_learning_rate = 0.12  # peak for the policy, whose weights are divided by S; AdamW
+muon = True  # Muon trains the matrices of the blocks, AdamW the rest; False: AdamW trains all
+learning_rate = 6e-3  # peak, after the warm-up; falls to 0 along a cosine
+policy_learning_rate = 0.06  # peak for the policy, whose weights are divided by S
 warmup_bytes = 200_000  # linear warm-up
 weight_decay = 0.01  # of matrices, except the policy's
 grad_clip = 1.0  # maximum gradient norm
@@ -220,7 +220,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(model, hp):
-    """AdamW and, for the matrices of the blocks, Muon, if it has a learning rate.
+    """AdamW and, if hp.muon, Muon for the matrices of the blocks.
 
     "peak" is the peak learning rate of a group of parameters.
     """
@@ -230,7 +230,7 @@ def make_optimizers(model, hp):
             policy.append(p)
         elif p.dim() < 2:
             vectors.append(p)
-        elif hp.muon_learning_rate and name.startswith(("down.", "middle.", "up.")):
+        elif hp.muon and name.startswith(("down.", "middle.", "up.")):
             block_matrices.append(p)
         else:
             matrices.append(p)
@@ -240,7 +240,7 @@ def make_optimizers(model, hp):
         {"params": policy, "peak": hp.policy_learning_rate, "weight_decay": 0.0}]
     optimizers = [torch.optim.AdamW(groups, fused=True)]  # betas 0.9 and 0.999, as in the paper
     if block_matrices:
-        group = {"params": block_matrices, "peak": hp.muon_learning_rate}
+        group = {"params": block_matrices, "peak": hp.learning_rate}
         optimizers.append(Muon([group], {"weight_decay": hp.weight_decay}))
     return optimizers
 

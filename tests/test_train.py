@@ -61,7 +61,6 @@ def test_training_steps_are_those_of_the_written_equations(K, data, tmp_path):
     """
     N, rows_per_step, steps, seed = 32, 8, 6, 7
     lr, policy_lr, decay = 1e-2, 0.05, 0.5
-    muon_lr = {1: 0.0, 2: 0.04}[K]
     clip = {1: 0.3, 2: 100.0}[K]  # once it matters, once it does not
     lambda_pi, lambda_target, lambda_early, gamma, target = 0.3, 0.2, 0.1, 0.9, 0.2
     total = steps * rows_per_step * N
@@ -71,7 +70,7 @@ def test_training_steps_are_those_of_the_written_equations(K, data, tmp_path):
         f"--early_exit={K == 1}", "--redrawn=0.5", f"--gamma={gamma}", f"--lambda_pi={lambda_pi}",
         f"--lambda_target={lambda_target}", f"--lambda_early={lambda_early}",
         f"--effective_batch_size={rows_per_step}", "--batch_size=4", f"--training_bytes={total}",
-        f"--learning_rate={lr}", f"--warmup_bytes={warmup}", f"--muon_learning_rate={muon_lr}",
+        f"--learning_rate={lr}", f"--warmup_bytes={warmup}", f"--muon={K == 2}",
         f"--policy_learning_rate={policy_lr}", f"--weight_decay={decay}", f"--grad_clip={clip}"])
     trained, _ = load_checkpoint(tmp_path / "ckpt.pt")
     reached = dict(trained.named_parameters())
@@ -149,14 +148,14 @@ def test_training_steps_are_those_of_the_written_equations(K, data, tmp_path):
         with torch.no_grad():
             for name, p in model.named_parameters():
                 g = grads[name] * min(clip / norm, 1)
-                if muon_lr and p.dim() == 2 and name.split(".")[0] in ("down", "middle", "up"):
+                if K == 2 and p.dim() == 2 and name.split(".")[0] in ("down", "middle", "up"):
                     m[name] = 0.95 * m[name] + 0.05 * g
                     U, s, V = (0.95 * m[name] + 0.05 * g).svd()
                     s /= s.norm()
                     for _ in range(5):  # Newton-Schulz brings all singular values near 1
                         s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
-                    p *= 1 - muon_lr * scale * decay
-                    p -= muon_lr * scale * 0.2 * max(p.shape) ** 0.5 * (U * s) @ V.T
+                    p *= 1 - lr * scale * decay
+                    p -= lr * scale * 0.2 * max(p.shape) ** 0.5 * (U * s) @ V.T
                     continue
                 m[name] = 0.9 * m[name] + 0.1 * g
                 v[name] = 0.999 * v[name] + 0.001 * g**2
@@ -430,7 +429,7 @@ def test_a_flag_given_on_resume_overrides_the_checkpoint(trained, tmp_path, monk
             super().step()
 
     monkeypatch.setattr(torch.optim, "AdamW", AdamW)
-    flags = {"weight_decay": 0.25, "muon_learning_rate": 0.0, "redrawn": 1.0, "policy_softcap": 1.0,
+    flags = {"weight_decay": 0.25, "muon": False, "redrawn": 1.0, "policy_softcap": 1.0,
              "attention_window": 4, "downsample_rate_target": 0.4, "num_draws": 3,
              "training_bytes": 16 * STEP}
     train.main([f"--out_dir={tmp_path}/out", "--resume=True",
@@ -613,7 +612,7 @@ def test_the_papers_configurations_have_the_papers_sizes_and_values(name, flags,
     keys = "learning_rate effective_batch_size warmup_bytes training_bytes downsample_rate_target"
     assert tuple(hp[key] for key in keys.split()) == values
     assert hp["policy_learning_rate"] == values[0]
-    assert hp["muon_learning_rate"] == 0
+    assert not hp["muon"]
     assert hp["early_exit"]
     keys = "seq_len attention_window policy_window policy_scale num_draws"
     assert tuple(hp[key] for key in keys.split()) == (4096, 64, 8, 16, 1)
