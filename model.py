@@ -28,7 +28,7 @@ VOCAB_SIZE = 257
 ATTENTION_SOFTCAP = 50.0  # as in Gemma 2
 LOGIT_SOFTCAP = 30.0  # as in Gemma 2
 ROPE_BASE = 10000.0
-TOKEN_MULTIPLE = 16 if torch.cuda.is_available() else 8  # M is a multiple of this: aligned GPU loads
+TOKEN_MULTIPLE = 16 if torch.cuda.is_available() else 8  # M is a multiple of it: aligned GPU loads
 T_MULTIPLE = 64  # T is a multiple of this, or B * M: products with odd sizes are slow
 
 

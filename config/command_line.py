@@ -124,7 +124,10 @@ def check(hp):
 
 
 def device_and_dtype(device, dtype):
-    """The device type and the dtype that "auto" stands for. Ends the program if the device is missing."""
+    """The device type and the dtype that "auto" stands for.
+
+    Ends the program if the device is missing.
+    """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
                  "cpu": True}
     if device == "auto":

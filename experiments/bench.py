@@ -6,9 +6,9 @@ How fast a training step is, compared with the other systems' and with a matrix 
     python -m experiments.bench --gpu       the paper's 147M model, for one H100 or H200
     python -m experiments.bench --runs=out-learned,out-uniform    finished runs, on their own data
 
-All other flags and configuration files are train.py's. Steps take turns, so that a slow
-minute of the machine slows all of them. Times are medians over the turns, +- half the interquartile
-range. FLOPs are those executed. Compare numbers of one run of this program only.
+All other flags and configuration files are train.py's. Steps take turns, so that a slow minute of
+the machine slows all of them. Times are medians over the turns, +- half the interquartile range.
+FLOPs are the model's, without the optimizers'. Compare numbers of one run of this program only.
 """
 import itertools
 import statistics
@@ -73,8 +73,9 @@ def training_step(hp, model, shards, timed=lambda name, function: function):
     many = SimpleNamespace(**vars(hp) | {"effective_batch_size": 32 * hp.batch_size})
     batches = itertools.cycle(train.micro_batches(shards, 0, many, 0, 1, hp.device))
     optimizers = train.make_optimizers(model, hp)
-    for group in itertools.chain(*[optimizer.param_groups for optimizer in optimizers]):
-        group["lr"] = 1e-9  # the rate stays
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-9  # the rate stays
     autocast = torch.autocast(hp.device, getattr(torch, hp.dtype), enabled=hp.dtype != "float32")
 
     def update():

@@ -5,9 +5,9 @@ Where tokens start to pay: trains systems with equal FLOPs, for several model sh
         --data=data/english --shape="--embedding_dim=64 --num_heads=1" --shape="--embedding_dim=96"
 
 Each run reads as many bytes as its FLOPs allow, and its learning rate falls to 0 at the end of
-them. FLOPs are those executed. A shape is any flags of train.py; other flags go to all runs.
-Finished runs are not repeated, and stopped runs continue. Writes runs.jsonl and table.md to
-experiments/results/NAME/, from all runs in runs/ there.
+them. FLOPs are the model's, without the optimizers'. A shape is any flags of train.py; other flags
+go to all runs. Finished runs are not repeated, and stopped runs continue. Writes runs.jsonl and
+table.md to experiments/results/NAME/, from all runs in runs/ there.
 """
 import json
 import shlex

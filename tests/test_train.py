@@ -429,9 +429,8 @@ def test_a_flag_given_on_resume_overrides_the_checkpoint(trained, tmp_path, monk
             super().step()
 
     monkeypatch.setattr(torch.optim, "AdamW", AdamW)
-    flags = {"weight_decay": 0.25, "muon": False, "redrawn": 1.0, "policy_softcap": 1.0,
-             "attention_window": 4, "downsample_rate_target": 0.4, "num_draws": 3,
-             "training_bytes": 16 * STEP}
+    flags = {"weight_decay": 0.25, "redrawn": 1.0, "policy_softcap": 1.0, "attention_window": 4,
+             "downsample_rate_target": 0.4, "num_draws": 3, "training_bytes": 16 * STEP}
     train.main([f"--out_dir={tmp_path}/out", "--resume=True",
                 *[f"--{key}={value}" for key, value in flags.items()]])
     model, saved = load_checkpoint(tmp_path / "out/ckpt.pt")
@@ -589,7 +588,8 @@ def test_a_checkpoint_of_another_shape_or_meaning_is_refused(trained, capsys):
     error = refused(capsys, f"--out_dir={trained}", "--resume=True", "--n_mid_layers=3")
     assert "ckpt.pt does not fit the model" in error
     assert "middle.2" in error
-    for flag in "--seq_len=16", "--num_heads=1":  # the weights would fit, but mean something else
+    # the weights would fit, but mean something else, and Muon's moments are not AdamW's
+    for flag in "--seq_len=16", "--num_heads=1", "--muon=False":
         error = refused(capsys, f"--out_dir={trained}", "--resume=True", flag)
         assert "cannot change when a run resumes" in error
 
