@@ -68,6 +68,7 @@ batch_size = 16  # micro-batch per process; eq. 17 and 24 average over it on all
 muon = True  # Muon trains the matrices of the blocks, AdamW the rest; False: AdamW trains all
 learning_rate = 6e-3  # peak, after the warm-up; falls to 0 along a cosine
 policy_learning_rate = 0.06  # peak for the policy, whose weights are divided by S
+policy_start_bytes = 200_000  # policy's learning rate is 0 until then: tokens must be useful first
 warmup_bytes = 200_000  # linear warm-up
 weight_decay = 0.01  # of matrices, except the policy's
 grad_clip = 1.0  # maximum gradient norm
@@ -220,7 +221,7 @@ class Muon(torch.optim.Optimizer):
 def make_optimizers(model, hp):
     """AdamW and, if hp.muon, Muon for the matrices of the blocks.
 
-    "peak" is the peak learning rate of a group of parameters.
+    "peak" is the peak learning rate of a group of parameters, "start_bytes" when it starts.
     """
     block_matrices, matrices, vectors, policy = [], [], [], []
     for name, p in model.named_parameters():
@@ -232,13 +233,14 @@ def make_optimizers(model, hp):
             block_matrices.append(p)
         else:
             matrices.append(p)
+    usual = {"weight_decay": hp.weight_decay, "peak": hp.learning_rate, "start_bytes": 0}
     groups = [
-        {"params": matrices, "peak": hp.learning_rate, "weight_decay": hp.weight_decay},
-        {"params": vectors, "peak": hp.learning_rate, "weight_decay": 0.0},
-        {"params": policy, "peak": hp.policy_learning_rate, "weight_decay": 0.0}]
+        usual | {"params": matrices},
+        usual | {"params": vectors, "weight_decay": 0.0},
+        usual | {"params": policy, "weight_decay": 0.0, "peak": hp.policy_learning_rate,
+                 "start_bytes": hp.policy_start_bytes}]
     adamw = torch.optim.AdamW(groups, fused=True)  # betas 0.9 and 0.999, as in the paper
-    groups = [{"params": block_matrices, "peak": hp.learning_rate, "weight_decay": hp.weight_decay}]
-    return adamw, Muon(groups, {})
+    return adamw, Muon([usual | {"params": block_matrices}], {})
 
 
 # ---- Evaluation.
@@ -312,7 +314,7 @@ def main(argv):
             fail(f"{checkpoint} exists; continue it with --resume=True, or use another --out_dir")
         if resuming:
             saved = read_checkpoint(checkpoint)
-            old = saved["config"]
+            old = {"muon": False, **saved["config"]}  # runs from before Muon do without
             if unknown := sorted(old.keys() - DEFAULTS.keys()):
                 fail(f"{checkpoint} sets {', '.join(unknown)}, which train.py does not know")
             if missing := sorted(DEFAULTS.keys() - old.keys()):
@@ -467,7 +469,7 @@ def main(argv):
         scale *= min(bytes_seen / max(hp.warmup_bytes, 1), 1)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * scale
+                group["lr"] = group["peak"] * scale * (bytes_seen > group["start_bytes"])
             scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
         if math.isfinite(grad_norm):

@@ -28,6 +28,7 @@ policy_learning_rate = 1.5e-3
 effective_batch_size = 128
 batch_size = 16  # about 40 GB (estimated); eq. 17 averages over all 128 rows on 8 GPUs
 warmup_bytes = 450_000_000
+policy_start_bytes = 0
 training_bytes = 6_000_000_000
 log_interval = 10
 eval_interval = 1000
