@@ -65,10 +65,9 @@ lambda_early = 1e-1  # weight of the early exit's loss
 training_bytes = 4_000_000  # length of the run
 effective_batch_size = 16  # rows in a training step, over all processes and micro-batches
 batch_size = 16  # micro-batch per process; eq. 17 and 24 average over it on all processes together
-muon = True  # Muon trains the matrices of the blocks, AdamW the rest; False: AdamW trains all
-learning_rate = 6e-3  # peak, after the warm-up; falls to 0 along a cosine
+learning_rate = 3e-3  # peak, after the warm-up; falls to 0 along a cosine
+muon_learning_rate = 6e-3  # peak for the matrices of the blocks; 0: AdamW trains them as the rest
 policy_learning_rate = 0.06  # peak for the policy, whose weights are divided by S
-policy_start_bytes = 200_000  # policy's learning rate is 0 until then: tokens must be useful first
 warmup_bytes = 200_000  # linear warm-up
 weight_decay = 0.01  # of matrices, except the policy's
 grad_clip = 1.0  # maximum gradient norm
@@ -219,9 +218,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(model, hp):
-    """AdamW and, if hp.muon, Muon for the matrices of the blocks.
+    """AdamW and, for the matrices of the blocks, Muon if it has a learning rate.
 
-    "peak" is the peak learning rate of a group of parameters, "start_bytes" when it starts.
+    "peak" is the peak learning rate of a group of parameters.
     """
     block_matrices, matrices, vectors, policy = [], [], [], []
     for name, p in model.named_parameters():
@@ -229,18 +228,17 @@ def make_optimizers(model, hp):
             policy.append(p)
         elif p.dim() < 2:
             vectors.append(p)
-        elif hp.muon and name.startswith(("down.", "middle.", "up.")):
+        elif hp.muon_learning_rate and name.startswith(("down.", "middle.", "up.")):
             block_matrices.append(p)
         else:
             matrices.append(p)
-    usual = {"weight_decay": hp.weight_decay, "peak": hp.learning_rate, "start_bytes": 0}
     groups = [
-        usual | {"params": matrices},
-        usual | {"params": vectors, "weight_decay": 0.0},
-        usual | {"params": policy, "weight_decay": 0.0, "peak": hp.policy_learning_rate,
-                 "start_bytes": hp.policy_start_bytes}]
+        {"params": matrices, "peak": hp.learning_rate, "weight_decay": hp.weight_decay},
+        {"params": vectors, "peak": hp.learning_rate, "weight_decay": 0.0},
+        {"params": policy, "peak": hp.policy_learning_rate, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, fused=True)  # betas 0.9 and 0.999, as in the paper
-    return adamw, Muon([usual | {"params": block_matrices}], {})
+    group = {"params": block_matrices, "peak": hp.muon_learning_rate}
+    return adamw, Muon([group], {"weight_decay": hp.weight_decay})
 
 
 # ---- Evaluation.
@@ -314,13 +312,13 @@ def main(argv):
             fail(f"{checkpoint} exists; continue it with --resume=True, or use another --out_dir")
         if resuming:
             saved = read_checkpoint(checkpoint)
-            old = {"muon": False, **saved["config"]}  # runs from before Muon do without
+            old = saved["config"]
             if unknown := sorted(old.keys() - DEFAULTS.keys()):
                 fail(f"{checkpoint} sets {', '.join(unknown)}, which train.py does not know")
             if missing := sorted(DEFAULTS.keys() - old.keys()):
                 values = ", ".join(f"{key}={DEFAULTS[key]}" for key in missing)
                 print(f"{checkpoint} does not set {values}; these defaults are used")
-            for key in "seq_len", "num_heads", "muon":
+            for key in "seq_len", "num_heads", "muon_learning_rate":
                 if key in chosen and chosen[key] != old[key]:
                     fail(f"{key} cannot change when a run resumes; it was {old[key]}")
             chosen = old | chosen
@@ -469,7 +467,7 @@ def main(argv):
         scale *= min(bytes_seen / max(hp.warmup_bytes, 1), 1)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * scale * (bytes_seen > group["start_bytes"])
+                group["lr"] = group["peak"] * scale
             scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
         if math.isfinite(grad_norm):

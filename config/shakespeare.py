@@ -5,4 +5,3 @@
 # python train.py config/shakespeare.py
 data = "data/shakespeare"
 out_dir = "out-shakespeare"
-training_bytes = 6_000_000  # 6 epochs

@@ -57,23 +57,22 @@ def test_training_steps_are_those_of_the_written_equations(K, data, tmp_path):
     """Six steps of 8 rows in two micro-batches, against a loop that shares only the model.
 
     Covers row order, draws, eq. 15-18 and 24-27, clipping, AdamW, Muon (with K = 2) and what they
-    decay, warm-up and cosine, and the policy: first frozen, then with its own learning rate. And the
-    logged terms.
+    decay, warm-up and cosine, the policy's own learning rate, and the logged terms.
     """
     N, rows_per_step, steps, seed = 32, 8, 6, 7
     lr, policy_lr, decay = 1e-2, 0.05, 0.5
+    muon_lr = {1: 0.0, 2: 0.04}[K]
     clip = {1: 0.3, 2: 100.0}[K]  # once it matters, once it does not
     lambda_pi, lambda_target, lambda_early, gamma, target = 0.3, 0.2, 0.1, 0.9, 0.2
     total = steps * rows_per_step * N
-    warmup = start = 2 * rows_per_step * N
+    warmup = 2 * rows_per_step * N
     train.main([
         *TINY, f"--data={data}", f"--out_dir={tmp_path}", f"--seed={seed}", f"--num_draws={K}",
         f"--early_exit={K == 1}", "--redrawn=0.5", f"--gamma={gamma}", f"--lambda_pi={lambda_pi}",
         f"--lambda_target={lambda_target}", f"--lambda_early={lambda_early}",
         f"--effective_batch_size={rows_per_step}", "--batch_size=4", f"--training_bytes={total}",
-        f"--learning_rate={lr}", f"--warmup_bytes={warmup}", f"--policy_start_bytes={start}",
-        f"--policy_learning_rate={policy_lr}", f"--weight_decay={decay}", f"--grad_clip={clip}",
-        f"--muon={K == 2}"])
+        f"--learning_rate={lr}", f"--warmup_bytes={warmup}", f"--muon_learning_rate={muon_lr}",
+        f"--policy_learning_rate={policy_lr}", f"--weight_decay={decay}", f"--grad_clip={clip}"])
     trained, _ = load_checkpoint(tmp_path / "ckpt.pt")
     reached = dict(trained.named_parameters())
     logged = [record for record in log_of(tmp_path) if "auto" in record]
@@ -150,20 +149,20 @@ def test_training_steps_are_those_of_the_written_equations(K, data, tmp_path):
         with torch.no_grad():
             for name, p in model.named_parameters():
                 g = grads[name] * min(clip / norm, 1)
-                if K == 2 and p.dim() == 2 and name.split(".")[0] in ("down", "middle", "up"):
+                if muon_lr and p.dim() == 2 and name.split(".")[0] in ("down", "middle", "up"):
                     m[name] = 0.95 * m[name] + 0.05 * g
                     U, s, V = (0.95 * m[name] + 0.05 * g).svd()
                     s /= s.norm()
                     for _ in range(5):  # Newton-Schulz brings all singular values near 1
                         s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
-                    p *= 1 - lr * scale * decay
-                    p -= lr * scale * 0.2 * max(p.shape) ** 0.5 * (U * s) @ V.T
+                    p *= 1 - muon_lr * scale * decay
+                    p -= muon_lr * scale * 0.2 * max(p.shape) ** 0.5 * (U * s) @ V.T
                     continue
                 m[name] = 0.9 * m[name] + 0.1 * g
                 v[name] = 0.999 * v[name] + 0.001 * g**2
                 lr_now = lr * scale
                 if name == "policy.linear.weight":
-                    lr_now = policy_lr * scale * (after > start)
+                    lr_now = policy_lr * scale
                 elif p.dim() == 2:
                     p *= 1 - lr_now * decay
                 m_hat = m[name] / (1 - 0.9**step)
@@ -591,7 +590,7 @@ def test_a_checkpoint_of_another_shape_or_meaning_is_refused(trained, capsys):
     assert "ckpt.pt does not fit the model" in error
     assert "middle.2" in error
     # the weights would fit, but mean something else, and Muon's moments are not AdamW's
-    for flag in "--seq_len=16", "--num_heads=1", "--muon=False":
+    for flag in "--seq_len=16", "--num_heads=1", "--muon_learning_rate=0":
         error = refused(capsys, f"--out_dir={trained}", "--resume=True", flag)
         assert "cannot change when a run resumes" in error
 
@@ -614,7 +613,7 @@ def test_the_papers_configurations_have_the_papers_sizes_and_values(name, flags,
     keys = "learning_rate effective_batch_size warmup_bytes training_bytes downsample_rate_target"
     assert tuple(hp[key] for key in keys.split()) == values
     assert hp["policy_learning_rate"] == values[0]
-    assert (hp["muon"], hp["policy_start_bytes"]) == (False, 0)
+    assert hp["muon_learning_rate"] == 0
     assert hp["early_exit"]
     keys = "seq_len attention_window policy_window policy_scale num_draws"
     assert tuple(hp[key] for key in keys.split()) == (4096, 64, 8, 16, 1)
