@@ -367,6 +367,7 @@ def main(argv):
         everyones = [None] * world
         dist.all_gather_object(everyones, mine)
         if everyones.count(mine) < world:
+            dist.destroy_process_group()  # gloo's threads may abort once Python has ended
             fail("the processes see different checkpoints or data; with several nodes, put out_dir "
                  "and data on a disk that all of them share")
 
