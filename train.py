@@ -66,7 +66,7 @@ training_bytes = 4_000_000  # length of the run
 effective_batch_size = 16  # rows in a training step, over all processes and micro-batches
 batch_size = 16  # micro-batch per process; eq. 17 and 24 average over it on all processes together
 learning_rate = 3e-3  # peak, after the warm-up; falls to 0 along a cosine
-muon_learning_rate = 6e-3  # peak for the matrices of the blocks; 0: AdamW trains them as the rest
+muon_learning_rate = 6e-3  # peak for the blocks' matrices, trained by Muon; 0: AdamW trains all
 policy_learning_rate = 0.06  # peak for the policy, whose weights are divided by S
 warmup_bytes = 200_000  # linear warm-up
 weight_decay = 0.01  # of matrices, except the policy's
@@ -180,24 +180,21 @@ def orthogonalized(G):
 
     By five Newton-Schulz iterations: https://kellerjordan.github.io/posts/muon
     """
-    X = G / G.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     if G.size(1) > G.size(2):
-        X = X.mT  # the product with its transpose is then the smaller one
+        return orthogonalized(G.mT).mT  # so that X @ X.mT is the smaller product
+    X = G / G.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         A = X @ X.mT
         A = torch.baddbmm(A, A, A, beta=-4.775, alpha=2.0315)  # -4.775 A + 2.0315 A A
         X = torch.baddbmm(X, A, X, beta=3.4445)  # 3.4445 X + A X
-    if G.size(1) > G.size(2):
-        X = X.mT
     return X
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps along the momentum, made orthogonal: Jordan et al., 2024.
+    """Makes each matrix's momentum orthogonal and takes it as the step; Jordan et al., 2024.
 
-    As torch.optim.Muon with adjust_lr_fn="match_rms_adamw", which suits AdamW's learning rates. But
-    torch's always computes in bfloat16, which is slow on a T4 and on many CPUs, and takes one
-    matrix at a time.
+    The same as torch.optim.Muon with adjust_lr_fn="match_rms_adamw". But torch's class always
+    computes in bfloat16, which is slow on a T4 and on many CPUs, and updates one matrix at a time.
     """
 
     @torch.no_grad()
@@ -218,9 +215,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(model, hp):
-    """AdamW and, for the matrices of the blocks, Muon if it has a learning rate.
+    """AdamW, and Muon for the matrices of the blocks unless muon_learning_rate is 0.
 
-    "peak" is the peak learning rate of a group of parameters.
+    A group's "peak" is its peak learning rate.
     """
     block_matrices, matrices, vectors, policy = [], [], [], []
     for name, p in model.named_parameters():
@@ -385,7 +382,8 @@ def main(argv):
     optimizer_of = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            optimizer_of.update(dict.fromkeys(group["params"], optimizer))
+            for p in group["params"]:
+                optimizer_of[p] = optimizer
     if saved:
         for name, p in model.named_parameters():  # by name, since flags or code may change groups
             state = saved["optimizer"][name]
@@ -472,7 +470,7 @@ def main(argv):
             scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
         if math.isfinite(grad_norm):
-            with autocast:  # for Muon's products
+            with autocast:  # Muon multiplies matrices
                 for optimizer in optimizers:
                     optimizer.step()
         elif scaler.get_scale() <= 1:  # else float16 skips the step and lowers the scale
@@ -510,8 +508,8 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except FloatingPointError as error:
-        fail(f"{error}; use a smaller learning_rate or a longer warmup_bytes. The last checkpoint, "
-             "if there is one, is as it was", code=1)
+        fail(f"{error}; use a smaller learning_rate or muon_learning_rate, or a longer "
+             "warmup_bytes. The last checkpoint, if there is one, is as it was", code=1)
     except (inductor.InductorError, inductor.TritonMissing, inductor.GPUTooOldForTriton) as error:
         if stop_signals:  # Ctrl-C reaches the C++ compiler as well
             fail("stopped while compiling; the last checkpoint is intact", code=130)

@@ -8,9 +8,9 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--seq_len=32", "--embedding_dim=16", "--num_heads=2", "--attention_window=8",
-        "--n_down_layers=1", "--n_mid_layers=1", "--n_up_layers=1",
-        "--effective_batch_size=4", "--batch_size=4", "--log_interval=1", "--eval_interval=4",
-        "--eval_rows=8", "--compile=False", "--device=cpu", "--dtype=float32"]
+        "--n_down_layers=1", "--n_mid_layers=1", "--n_up_layers=1", "--effective_batch_size=4",
+        "--batch_size=4", "--log_interval=1", "--eval_interval=4", "--eval_rows=8",
+        "--compile=False", "--device=cpu", "--dtype=float32"]
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C
 
