@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import prepare
 from config.command_line import check, device_and_dtype, read_command_line
 from config.terminal import fail, marked
-from experiments.measures import executed_flops, where_tokens_end
+from experiments.measures import executed_flops, muon_flops, where_tokens_end
 from model import (
     Head, Policy, config_of, inputs_and_targets, load_weights, make_model, read_checkpoint)
 
@@ -456,8 +456,10 @@ def main(argv):
             scaler.scale(L / len(batches)).backward()
             if logging:
                 entropy = F.binary_cross_entropy_with_logits(l[0, :, 1:], a[0, :, 1:].float())
+                flops_per_byte = executed_flops(model, a) / x.numel()
+                flops_per_byte += muon_flops(optimizers[1]) / (hp.effective_batch_size * hp.seq_len)
                 terms = {"rate": a[0].float().mean(), "entropy": entropy,
-                         "flops_per_byte": executed_flops(model, a) / x.numel(), **terms}
+                         "flops_per_byte": flops_per_byte, **terms}
                 for name, value in terms.items():
                     totals[name] = totals.get(name, 0) + value.detach() / len(batches)
 

@@ -8,7 +8,7 @@ How fast a training step is, compared with the other systems' and with a matrix 
 
 All other flags and configuration files are train.py's. Steps take turns, so that a slow minute of
 the machine slows all of them. Times are medians over the turns, +- half the interquartile range.
-FLOPs are the model's, without the optimizers'. Compare numbers of one run of this program only.
+FLOPs are those of matrix products. Compare numbers of one run of this program only.
 """
 import itertools
 import statistics
@@ -23,7 +23,7 @@ import torch
 import train
 from config.command_line import argument_parser, check, device_and_dtype, read_command_line
 from config.terminal import fail
-from experiments.measures import executed_flops
+from experiments.measures import executed_flops, muon_flops
 from model import config_of, load_checkpoint, make_model
 from prepare import open_shards
 
@@ -111,8 +111,9 @@ def compare_steps(title, settings):
     for name, step in steps.items():
         a = step()
         bytes_per_step = a[0].numel()
-        _, model, _ = settings[name]
-        flops = executed_flops(model, a).item()
+        hp, model, _ = settings[name]
+        _, muon = train.make_optimizers(model, hp)
+        flops = executed_flops(model, a).item() + muon_flops(muon)
         low, middle, high = statistics.quantiles(times[name], n=4)
         spread = (high - low) / 2 / middle
         ratio = statistics.median(t / r for t, r in zip(times[name], times[last]))

@@ -53,6 +53,15 @@ def executed_flops(model, a):
     return 2 * (3 * first + further.sum())  # a multiply-add is two FLOPs
 
 
+def muon_flops(muon):
+    """FLOPs of a step of train.Muon: three matrix products per Newton-Schulz iteration."""
+    flops = 0
+    for p in muon.param_groups[0]["params"]:
+        small, large = sorted(p.shape)
+        flops += 5 * (4 * small**2 * large + 2 * small**3)
+    return flops
+
+
 def paper_flops_per_byte(model, rate, draws):
     """Training FLOPs per byte as in the paper's Figures 3 and 4, at a rate in tokens per byte.
 

@@ -5,8 +5,7 @@ Where tokens start to pay: trains systems with equal FLOPs, for several model sh
         --data=data/english --shape="--embedding_dim=64 --num_heads=1" --shape="--embedding_dim=96"
 
 Each run reads as many bytes as its FLOPs allow, and its learning rate falls to 0 at the end of
-them. FLOPs are the model's, without the optimizers'. A shape is any flags of train.py; other flags
-go to all runs. Finished runs are not repeated, and stopped runs continue. Writes runs.jsonl and
+them. A shape is any flags of train.py; other flags go to all runs. Finished runs are not repeated, and stopped runs continue. Writes runs.jsonl and
 table.md to experiments/results/NAME/, from all runs in runs/ there.
 """
 import json
@@ -20,7 +19,7 @@ from config.command_line import argument_parser
 from config.terminal import fail
 from experiments import compare
 from experiments.compare import RESULTS, table
-from experiments.measures import executed_flops
+from experiments.measures import executed_flops, muon_flops
 from experiments.systems import Fixed
 from model import config_of, make_model
 from prepare import open_shards
@@ -47,7 +46,8 @@ def expected_flops_per_byte(hp):
             a = u < hp.downsample_rate_target
         a[..., 0] = True
         per_byte.append(executed_flops(model, a).item() / x.numel())
-    return statistics.mean(per_byte)
+    _, muon = train.make_optimizers(model, hp)
+    return statistics.mean(per_byte) + muon_flops(muon) / (hp.effective_batch_size * hp.seq_len)
 
 
 def read_finished(results):

@@ -2,6 +2,7 @@
 import json
 import shutil
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import train
 from config.command_line import read_command_line
 from conftest import TINY
 from experiments import bench, compare, search
-from experiments.measures import executed_flops, paper_flops_per_byte
+from experiments.measures import executed_flops, muon_flops, paper_flops_per_byte
 from experiments.systems import SYSTEMS, Fixed
 from model import BOS, config_of, load_checkpoint, make_model
 from train import DEFAULTS
@@ -44,10 +45,15 @@ def test_executed_flops_are_those_that_torch_counts(flags):
     y = torch.randint(256, (3, hp["seq_len"]))
     x = F.pad(y[:, :-1], (1, 0), value=BOS)
     u = torch.rand(hp["num_draws"], *x.shape)
+    _, muon = train.make_optimizers(model, SimpleNamespace(**hp))
+    muon.param_groups[0]["lr"] = 0.1
     with FlopCounterMode(display=False) as counter:
         logp, early_logp, l, a = model(x, y, u)
         (logp[0] + early_logp + l[0]).sum().backward()
-    assert executed_flops(model, a).item() == pytest.approx(counter.get_total_flops(), rel=0.01)
+        model_flops = counter.get_total_flops()
+        muon.step()
+    assert executed_flops(model, a).item() == pytest.approx(model_flops, rel=0.01)
+    assert model_flops + muon_flops(muon) == counter.get_total_flops()
 
 
 def test_the_paper_counts_six_flops_per_matrix_parameter():
