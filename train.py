@@ -65,11 +65,12 @@ lambda_early = 1e-1  # weight of the early exit's loss
 training_bytes = 4_000_000  # length of the run
 effective_batch_size = 16  # rows in a training step, over all processes and micro-batches
 batch_size = 16  # micro-batch per process; eq. 17 and 24 average over it on all processes together
-learning_rate = 3e-3  # peak, after the warm-up; falls to 0 along a cosine
+learning_rate = 3e-3  # peak, after the warm-up; then falls to 0
+cosine = False  # learning rates fall along a cosine, as in the paper, not linearly
 muon_learning_rate = 6e-3  # peak for the blocks' matrices, trained by Muon; 0: AdamW trains all
 policy_learning_rate = 0.06  # peak for the policy, whose weights are divided by S
 warmup_bytes = 200_000  # linear warm-up
-weight_decay = 0.01  # of matrices, except the policy's
+weight_decay = 0.1  # of matrices, except the policy's
 grad_clip = 1.0  # maximum gradient norm
 # log
 log_interval = 40  # training steps between log lines
@@ -463,8 +464,10 @@ def main(argv):
                 for name, value in terms.items():
                     totals[name] = totals.get(name, 0) + value.detach() / len(batches)
 
-        done = (bytes_seen - hp.warmup_bytes) / max(hp.training_bytes - hp.warmup_bytes, 1)
-        scale = (1 + math.cos(math.pi * min(max(done, 0), 1))) / 2
+        scale = (hp.training_bytes - bytes_seen) / max(hp.training_bytes - hp.warmup_bytes, 1)
+        scale = min(max(scale, 0), 1)
+        if hp.cosine:
+            scale = (1 - math.cos(math.pi * scale)) / 2
         scale *= min(bytes_seen / max(hp.warmup_bytes, 1), 1)
         for optimizer in optimizers:
             for group in optimizer.param_groups:

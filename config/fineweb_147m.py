@@ -23,6 +23,7 @@ lambda_pi = 1e-2
 lambda_target = 1e-2
 lambda_early = 1e-1
 learning_rate = 1.5e-3
+cosine = True
 muon_learning_rate = 0.0  # AdamW trains all, as in the paper
 policy_learning_rate = 1.5e-3
 effective_batch_size = 128

@@ -57,7 +57,7 @@ def test_training_steps_are_those_of_the_written_equations(K, data, tmp_path):
     """Six steps of 8 rows in two micro-batches, against a loop that shares only the model.
 
     Covers row order, draws, eq. 15-18 and 24-27, clipping, AdamW, Muon (with K = 2) and what they
-    decay, warm-up and cosine, the policy's own learning rate, and the logged terms.
+    decay, warm-up, cosine (K = 1), the policy's own learning rate, and the logged terms.
     """
     N, rows_per_step, steps, seed = 32, 8, 6, 7
     lr, policy_lr, decay = 1e-2, 0.05, 0.5
@@ -72,6 +72,7 @@ def test_training_steps_are_those_of_the_written_equations(K, data, tmp_path):
         f"--lambda_target={lambda_target}", f"--lambda_early={lambda_early}",
         f"--effective_batch_size={rows_per_step}", "--batch_size=4", f"--training_bytes={total}",
         f"--learning_rate={lr}", f"--warmup_bytes={warmup}", f"--muon_learning_rate={muon_lr}",
+        f"--cosine={K == 1}",
         f"--policy_learning_rate={policy_lr}", f"--weight_decay={decay}", f"--grad_clip={clip}"])
     trained, _ = load_checkpoint(tmp_path / "ckpt.pt")
     reached = dict(trained.named_parameters())
@@ -142,10 +143,9 @@ def test_training_steps_are_those_of_the_written_equations(K, data, tmp_path):
                  for name, p in model.named_parameters()}
         norm = sum(g.square().sum() for g in grads.values()).sqrt().item()
         assert (norm > clip) == (K == 1)
-        cosine = 1.0
-        if after >= warmup:
-            cosine = (1 + math.cos(math.pi * (after - warmup) / (total - warmup))) / 2
-        scale = min(after / warmup, 1) * cosine
+        done = max(after - warmup, 0) / (total - warmup)
+        fall = (1 + math.cos(math.pi * done)) / 2 if K == 1 else 1 - done
+        scale = min(after / warmup, 1) * fall
         with torch.no_grad():
             for name, p in model.named_parameters():
                 g = grads[name] * min(clip / norm, 1)
@@ -210,7 +210,7 @@ def test_a_training_step_does_not_depend_on_the_number_of_processes(data, tmp_pa
     """Nor, without eq. 24, on the number of micro-batches. Processes change in the middle."""
     flags = [*TINY, f"--data={data}", "--training_bytes=1024", "--effective_batch_size=8",
              "--num_draws=2", "--redrawn=1", "--lambda_pi=1", "--lambda_target=10",
-             "--learning_rate=2e-2", "--warmup_bytes=1024"]  # no cosine, since one run is cut short
+             "--learning_rate=2e-2", "--warmup_bytes=1024"]  # all in the warm-up, since one run is cut short
 
     def trained(name, *more, processes=1):
         arguments = [*flags, f"--out_dir={tmp_path}/{name}", *more]
@@ -613,7 +613,7 @@ def test_the_papers_configurations_have_the_papers_sizes_and_values(name, flags,
     keys = "learning_rate effective_batch_size warmup_bytes training_bytes downsample_rate_target"
     assert tuple(hp[key] for key in keys.split()) == values
     assert hp["policy_learning_rate"] == values[0]
-    assert hp["muon_learning_rate"] == 0
+    assert (hp["muon_learning_rate"], hp["cosine"]) == (0, True)
     assert hp["early_exit"]
     keys = "seq_len attention_window policy_window policy_scale num_draws"
     assert tuple(hp[key] for key in keys.split()) == (4096, 64, 8, 16, 1)
