@@ -487,7 +487,7 @@ def main(argv):
         if logging:
             totals = {name: mean_over_processes(value).item() for name, value in totals.items()}
             speed = (step - logged_step) * hp.effective_batch_size * hp.seq_len / seconds
-            left = (hp.training_bytes - bytes_seen) / speed
+            minutes_left = (hp.training_bytes - bytes_seen) / speed / 60
             if rank == 0:
                 record = {"step": step, "bytes": bytes_seen, **totals, "grad_norm": grad_norm,
                           "bytes_per_second": speed}
@@ -495,8 +495,7 @@ def main(argv):
                 print(f"step {step} {bytes_seen / 1e6:.2f} MB | "
                       f"{totals['auto'] / math.log(2):.3f} bits/byte, rate {totals['rate']:.3f}, "
                       f"entropy {totals['entropy']:.3f} | norm {grad_norm:.2f} | "
-                      f"{speed / 1e3:.1f} kB/s, "
-                      + (f"{left / 60:.0f} min left" if left > 90 else f"{left:.0f} s left"))
+                      f"{speed / 1e3:.1f} kB/s, {minutes_left:.1f} min left")
             logged_step, seconds = step, 0.0
 
     if rank == 0 and finished:

@@ -362,15 +362,15 @@ def test_the_validation_line_shows_the_metrics_of_validation_rows(data, trained,
 
 def test_a_log_line_shows_the_loss_in_bits_and_the_speed_since_the_last_line(
         data, tmp_path, monkeypatch, capsys):
-    seconds = itertools.count()  # the clock's next reading is always a second later
+    seconds = itertools.count(step=60)  # the clock's next reading is always a minute later
     monkeypatch.setattr(train.time, "perf_counter", lambda: next(seconds))
     train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}", f"--training_bytes={4 * STEP}"])
     steps = [record for record in log_of(tmp_path) if "auto" in record]
     lines = [line for line in capsys.readouterr().out.splitlines() if "entropy" in line]
     for record, line in zip(steps, lines, strict=True):
-        assert record["bytes_per_second"] == STEP
+        assert record["bytes_per_second"] == STEP / 60
         assert f"| {record['auto'] / math.log(2):.3f} bits/byte, " in line
-        assert f"{4 - record['step']} s left" in line
+        assert f"{4 - record['step']:.1f} min left" in line
 
 
 def test_where_tokens_end_is_counted_against_words():
