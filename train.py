@@ -70,7 +70,7 @@ cosine = False  # learning rates fall along a cosine, as in the paper, not linea
 muon_learning_rate = 6e-3  # peak for the blocks' matrices, trained by Muon; 0: AdamW trains all
 policy_learning_rate = 0.06  # peak for the policy, whose weights are divided by S
 warmup_bytes = 200_000  # linear warm-up
-weight_decay = 0.1  # of matrices, except the policy's
+weight_decay = 0.3  # of matrices, except the policy's
 grad_clip = 1.0  # maximum gradient norm
 # log
 log_interval = 40  # training steps between log lines
