@@ -396,9 +396,9 @@ class Model(nn.Module):
         return torch.stack(logp), early_logp, taken(l, a, self.config.policy_window), a
 
 
-def inputs_and_targets(rows):
+def inputs_and_targets(rows, device="cpu"):
     """Rows (B, N) uint8 -> x, <bos> and all bytes but the last, and y, all bytes; int64."""
-    y = torch.from_numpy(rows).long()
+    y = torch.from_numpy(rows).to(device).long()
     return F.pad(y[:, :-1], (1, 0), value=BOS), y
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from config.terminal import fail
+from config.terminal import argument_parser, fail, one_line_errors, whole_number
 
 SPLITS = "train", "val"
 HF_PRESETS = {
@@ -231,19 +231,10 @@ def write_documents(documents, folder, state):
 # The program
 
 
-def whole_number(text):
-    """Parses a positive whole number, which may be written as 6e9."""
-    number = float(text)
-    if number < 1 or number % 1:
-        raise ValueError
-    return int(number)
-
-
 def parse(argv):
     """Returns out_dir and a dict of the options that decide what is written."""
-    parser = argparse.ArgumentParser(description=__doc__, argument_default=argparse.SUPPRESS,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail
+    parser = argument_parser(__doc__)
+    parser.argument_default = argparse.SUPPRESS  # an option not given is absent
     add = parser.add_argument
     add("--dataset", default="stdlib", choices=["stdlib", "files", *HF_PRESETS])
     add("--input", nargs="+", action="extend", help="files, folders and globs")
@@ -303,12 +294,10 @@ def prepare(out_dir, options):
                      for i in range(state["bookmark"], len(files)))
     if state.setdefault("source", source) != source:
         fail(f"{out_dir} was begun with {state['source']}, now it is {source}; remove it")
-    try:
+    with one_line_errors():
         for split in SPLITS:
             for shard in map_shards(out_dir, split, state, 1)[-1:]:
                 os.truncate(shard.filename, len(shard))  # to what progress.json counts
-    except ValueError as error:
-        fail(error)
     write_documents(documents, out_dir, state)
     if not state["train"]["bytes"]:
         fail(f"fewer than two rows of --seq_len={options['seq_len']} bytes; give more text, a "

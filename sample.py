@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from config.command_line import argument_parser, device_and_dtype
-from config.terminal import fail, marked
+from config.command_line import device_and_dtype
+from config.terminal import argument_parser, fail, marked, one_line_errors, whole_number
 from model import BOS, load_checkpoint, softcapped_attention
 
 
@@ -30,8 +30,8 @@ class Cache:
     """Replaces Attention.attend during generation: keeps the keys and values of one layer.
 
     Each call brings one new position for some of the rows. Before it, generate sets `rows` (R,)
-    and `position` (R,), the number of positions that each of them has already. With a window, the
-    newest position overwrites the oldest one.
+    and `position` (R,) or (1,), the number of positions that each of them has already. With a
+    window, the newest position overwrites the oldest one.
     """
 
     def __init__(self, size):
@@ -94,7 +94,7 @@ def generate(model, x, max_new_bytes, temperature=1.0, top_k=None):
             position = torch.tensor([i], device=x.device)
             for attention in byte_layers:
                 attention.attend.rows = all_rows
-                attention.attend.position = position.expand(B)
+                attention.attend.position = position
             X = model.run(model.down, model.embedding(byte[:, None]), position)  # (B, 1, D)
             l = model.policy(X)[:, 0]  # (B, 2^w)
             p = l.gather(1, history[:, None])[:, 0].sigmoid()
@@ -145,8 +145,8 @@ def scored(model, text, deterministic=False):
     device = model.embedding.weight.device
     for start in range(0, len(text), model.config.seq_len):
         row = text[start : start + model.config.seq_len]
-        y = torch.tensor([[*row, BOS]], device=device)  # the last target does not matter
-        x = F.pad(y[:, :-1], (1, 0), value=BOS)
+        x = torch.tensor([[BOS, *row]], device=device)
+        y = x.roll(-1)  # its last byte does not matter
         u = torch.rand(1, *x.shape).to(device)
         if deterministic:
             u.fill_(0.5)
@@ -183,22 +183,21 @@ def main(argv=None):
     given("--score", metavar="FILE", help="show the boundaries of this file, or of stdin: -")
     given("--text", help="show the boundaries of this text")
     add("--deterministic", action="store_true", help="in given text, a token ends where p > 1/2")
-    add("--num_samples", type=int, default=1, help="texts to generate (%(default)s)")
-    add("--max_new_bytes", type=int, default=300, help="length of each text (%(default)s)")
+    add("--num_samples", type=whole_number, default=1, help="texts to generate (%(default)s)")
+    add("--max_new_bytes", type=whole_number, default=300,
+        help="length of each text (%(default)s)")
     add("--temperature", type=float, default=0.8,
         help="below 1: likelier bytes; 0: always the likeliest (%(default)s)")
-    add("--top_k", type=int, default=50, help="draw from this many likeliest bytes (%(default)s)")
+    add("--top_k", type=whole_number, default=50,
+        help="draw from this many likeliest bytes (%(default)s)")
     add("--seed", type=int, default=1337)
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     options = parser.parse_args(argv)
-    for name in "num_samples", "max_new_bytes", "top_k":
-        if getattr(options, name) < 1:
-            fail(f"--{name}={getattr(options, name)} must be at least 1")
     if not 0 <= options.temperature < math.inf:
         fail(f"--temperature={options.temperature} must be at least 0")
     device, _ = device_and_dtype(options.device, "float32")
     text = None
-    try:
+    with one_line_errors():
         model = load(options.out_dir)
         if options.score == "-":
             text = sys.stdin.buffer.read()
@@ -206,15 +205,12 @@ def main(argv=None):
             text = Path(options.score).expanduser().read_bytes()
         elif options.text is not None:
             text = os.fsencode(options.text)
-    except (OSError, ValueError) as error:
-        fail(error)
     if text == b"":
         fail("the given text is empty")
 
     torch.manual_seed(options.seed)
     model.to(device)
     prompt = torch.tensor([[BOS, *os.fsencode(options.start)]], device=device)
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     started = time.perf_counter()
     n = ends = nats = 0
 
@@ -232,7 +228,7 @@ def main(argv=None):
         else:
             stream = generate(
                 model, prompt, options.max_new_bytes, options.temperature, options.top_k)
-        for piece in marked(counted(stream), colour):
+        for piece in marked(counted(stream)):
             print(piece, end="", flush=True)
         print("\n" + "-" * 80)
     seconds = time.perf_counter() - started

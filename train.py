@@ -27,10 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import prepare
 from config.command_line import check, device_and_dtype, read_command_line
-from config.terminal import fail, marked
+from config.terminal import fail, marked, one_line_errors
 from experiments.measures import executed_flops, muon_flops, where_tokens_end
 from model import (
-    Head, Policy, config_of, inputs_and_targets, load_weights, make_model, read_checkpoint)
+    Block, Head, Policy, config_of, inputs_and_targets, load_weights, make_model, read_checkpoint)
 
 # ---- Hyperparameters. The values are the quick run's; config/ holds the paper's. ----------------
 # A flag takes the type of the value here: what may be 0.5 is written 1.0, not 1.
@@ -159,20 +159,17 @@ def micro_batches(shards, first_row, hp, rank, world, device):
     A list of x and y (B, N) int64 and u (K, B, N). The rows and draws of a training step do not
     depend on the number of processes or micro-batches.
     """
-    n = sum(len(shard) for shard in shards)
+    n = sum(map(len, shards))
     K = hp.num_draws if hp.boundaries == "learned" else 1
     last_row = first_row + hp.effective_batch_size
     numbers = [row_order(hp.seed, i // n, n)[i % n] for i in range(first_row, last_row)]
     generator = np.random.default_rng([hp.seed, 1, first_row])
     u = generator.random((K, hp.effective_batch_size, hp.seq_len), np.float32)
-    numbers = numbers[rank::world]
-    u = torch.from_numpy(u[:, rank::world])
-    batches = []
-    for i in range(0, len(numbers), hp.batch_size):
-        part = slice(i, i + hp.batch_size)
-        x, y = inputs_and_targets(prepare.read_rows(shards, numbers[part]))
-        batches.append((x.to(device), y.to(device), u[:, part].to(device)))
-    return batches
+    rows = prepare.read_rows(shards, numbers[rank::world])
+    x, y = inputs_and_targets(rows, device)
+    u = torch.from_numpy(u[:, rank::world]).to(device)
+    B = hp.batch_size
+    return list(zip(x.split(B), y.split(B), u.split(B, dim=1)))
 
 
 # ---- Optimizers.
@@ -183,7 +180,7 @@ def orthogonalized(G):
     """
     if G.size(1) > G.size(2):
         return orthogonalized(G.mT).mT  # so that X @ X.mT is the smaller product
-    X = G / G.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    X = F.normalize(G, dim=(1, 2), eps=1e-7)
     for _ in range(5):
         A = X @ X.mT
         A = torch.baddbmm(A, A, A, beta=-4.775, alpha=2.0315)  # -4.775 A + 2.0315 A A
@@ -232,9 +229,10 @@ def make_optimizers(model, hp):
             matrices.append(p)
     groups = [
         {"params": matrices, "peak": hp.learning_rate, "weight_decay": hp.weight_decay},
-        {"params": vectors, "peak": hp.learning_rate, "weight_decay": 0.0},
-        {"params": policy, "peak": hp.policy_learning_rate, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, fused=True)  # betas 0.9 and 0.999, as in the paper
+        {"params": vectors, "peak": hp.learning_rate},
+        {"params": policy, "peak": hp.policy_learning_rate}]
+    # with betas 0.9 and 0.999, as in the paper
+    adamw = torch.optim.AdamW(groups, weight_decay=0, fused=True)
     group = {"params": block_matrices, "peak": hp.muon_learning_rate}
     return adamw, Muon([group], {"weight_decay": hp.weight_decay})
 
@@ -247,15 +245,15 @@ def evaluate(model, shards, eval_rows, batch_size, autocast):
     Rows and uniforms are the same every time. val_bpb is in bits per byte, val_stderr its standard
     error over rows, and val_entropy the mean of -log pi(a_i) in nats.
     """
-    n = sum(len(shard) for shard in shards)
+    n = sum(map(len, shards))
     numbers = np.linspace(0, n - 1, min(eval_rows, n)).astype(int)
     generator = torch.Generator().manual_seed(0)
     device = model.embedding.weight.device
     outputs = []
     model.eval()
     for i in range(0, len(numbers), batch_size):
-        x, y = inputs_and_targets(prepare.read_rows(shards, numbers[i : i + batch_size]))
-        x, y = x.to(device), y.to(device)
+        rows = prepare.read_rows(shards, numbers[i : i + batch_size])
+        x, y = inputs_and_targets(rows, device)
         u = torch.rand(1, *x.shape, generator=generator).to(device)
         with autocast:
             logp, _, l, a = model(x, y, u)
@@ -276,13 +274,10 @@ def evaluate(model, shards, eval_rows, batch_size, autocast):
 def compile_model(model, **options):
     """Compiles the parts of the model in place. Layers of one kind share their compiled code."""
     torch._dynamo.config.specialize_float = True  # soft-caps become constants in dynamic graphs
-    for block in (*model.down, *model.up):
-        block.compile(dynamic=False, **options)
-    for block in model.middle:
-        block.compile(dynamic=True, **options)  # the number of tokens varies
-    for part in model.children():
-        if isinstance(part, (Policy, Head)):
-            part.compile(dynamic=False, **options)
+    for part in model.modules():
+        if isinstance(part, (Block, Policy, Head)):
+            dynamic = part in model.middle  # the number of tokens varies
+            part.compile(dynamic=dynamic, **options)
 
 
 stop_signals = []  # Ctrl-C adds to it: the run then saves a checkpoint and ends
@@ -299,16 +294,16 @@ def main(argv):
 
     # ---- hyperparameters
     chosen = read_command_line(argv, DEFAULTS, __file__)
-    checkpoint = Path(chosen.get("out_dir", out_dir), "ckpt.pt")
+    hp = SimpleNamespace(**DEFAULTS | chosen)
+    checkpoint = Path(hp.out_dir, "ckpt.pt")
     log_file = checkpoint.with_name("log.jsonl")
-    resuming = chosen.get("resume", resume)
     saved = {}
-    try:
+    with one_line_errors():
         if rank == 0 and not prepare.lock(checkpoint.parent):  # until this process ends
             fail(f"another run is writing to {checkpoint.parent}; use another --out_dir")
-        if checkpoint.exists() and not resuming:
+        if checkpoint.exists() and not hp.resume:
             fail(f"{checkpoint} exists; continue it with --resume=True, or use another --out_dir")
-        if resuming:
+        if hp.resume:
             saved = read_checkpoint(checkpoint)
             old = saved["config"]
             if unknown := sorted(old.keys() - DEFAULTS.keys()):
@@ -319,15 +314,12 @@ def main(argv):
             for key in "seq_len", "num_heads", "muon_learning_rate":
                 if key in chosen and chosen[key] != old[key]:
                     fail(f"{key} cannot change when a run resumes; it was {old[key]}")
-            chosen = old | chosen
-        hp = SimpleNamespace(**DEFAULTS | chosen)
+            hp = SimpleNamespace(**DEFAULTS | old | chosen)
         check(hp)
         torch.manual_seed(hp.seed)
         model = make_model(config_of(vars(hp)))
         if saved:
             load_weights(model, saved, checkpoint)
-    except (OSError, ValueError) as error:
-        fail(error)
 
     # ---- machine
     kind, precision = device_and_dtype(hp.device, hp.dtype)
@@ -355,11 +347,9 @@ def main(argv):
         prepare.main([])
     if world > 1:
         dist.barrier()  # the others wait for the data
-    try:
+    with one_line_errors():
         train_shards = prepare.open_shards(hp.data, "train", hp.seq_len)
         val_shards = prepare.open_shards(hp.data, "val", hp.seq_len)
-    except ValueError as error:
-        fail(error)
     if world > 1:
         mine = saved.get("step"), Path(hp.data, "meta.json").read_bytes()
         everyones = [None] * world
@@ -380,19 +370,17 @@ def main(argv):
 
     # ---- optimizers
     optimizers = make_optimizers(model, hp)
-    optimizer_of = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                optimizer_of[p] = optimizer
+    adamw, muon = optimizers
+    muon.state = adamw.state  # one dictionary for all parameters
     if saved:
         for name, p in model.named_parameters():  # by name, since flags or code may change groups
             state = saved["optimizer"][name]
-            optimizer_of[p].state[p] = {key: value.to(device) for key, value in state.items()}
+            adamw.state[p] = {key: value.to(device) for key, value in state.items()}
         if saved["scaler"]:  # the saved run used float16
             scaler.load_state_dict(saved["scaler"])
 
     # ---- loop
+    step_bytes = hp.effective_batch_size * hp.seq_len
     step = first_step = logged_step = saved.get("step", 0)
     rows_seen = saved.get("rows_seen", 0)
     seconds = 0.0  # of training since the last log line
@@ -423,12 +411,11 @@ def main(argv):
             print(f"step {step} val {metrics['val_bpb']:.3f} bits/byte, "
                   f"rate {metrics['val_rate']:.3f} | "
                   f"{metrics['ends_between']:.0%} of tokens end between words")
-            colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-            print("".join(marked(shown[:80], colour)).replace("\n", "⏎"))
+            print("".join(marked(shown[:80])).replace("\n", "⏎"))
         if rank == 0 and (evaluating or stopping) and step > first_step:
             if not all(p.isfinite().all() for p in model.parameters()):
                 raise FloatingPointError(f"step {step}: a weight is not finite")
-            moments = {name: optimizer_of[p].state[p] for name, p in model.named_parameters()}
+            moments = {name: adamw.state[p] for name, p in model.named_parameters()}
             state = {
                 "model": model.state_dict(), "optimizer": moments,
                 "scaler": scaler.state_dict(), "config": vars(hp), "step": step,
@@ -446,7 +433,7 @@ def main(argv):
         started = time.perf_counter()
         batches = micro_batches(train_shards, rows_seen, hp, rank, world, device)
         rows_seen += hp.effective_batch_size
-        bytes_seen = rows_seen * hp.seq_len
+        bytes_seen += step_bytes
         logging = step % hp.log_interval == 0
         totals = {}
         for i, (x, y, u) in enumerate(batches):
@@ -458,14 +445,14 @@ def main(argv):
             if logging:
                 entropy = F.binary_cross_entropy_with_logits(l[0, :, 1:], a[0, :, 1:].float())
                 flops_per_byte = executed_flops(model, a) / x.numel()
-                flops_per_byte += muon_flops(optimizers[1]) / (hp.effective_batch_size * hp.seq_len)
+                flops_per_byte += muon_flops(muon) / step_bytes
                 terms = {"rate": a[0].float().mean(), "entropy": entropy,
                          "flops_per_byte": flops_per_byte, **terms}
                 for name, value in terms.items():
                     totals[name] = totals.get(name, 0) + value.detach() / len(batches)
 
-        scale = (hp.training_bytes - bytes_seen) / max(hp.training_bytes - hp.warmup_bytes, 1)
-        scale = min(max(scale, 0), 1)
+        fall_ends = max(hp.training_bytes, hp.warmup_bytes)
+        scale = np.interp(bytes_seen, [hp.warmup_bytes, fall_ends], [1, 0])
         if hp.cosine:
             scale = (1 - math.cos(math.pi * scale)) / 2
         scale *= min(bytes_seen / max(hp.warmup_bytes, 1), 1)
@@ -486,7 +473,7 @@ def main(argv):
 
         if logging:
             totals = {name: mean_over_processes(value).item() for name, value in totals.items()}
-            speed = (step - logged_step) * hp.effective_batch_size * hp.seq_len / seconds
+            speed = (step - logged_step) * step_bytes / seconds
             minutes_left = (hp.training_bytes - bytes_seen) / speed / 60
             if rank == 0:
                 record = {"step": step, "bytes": bytes_seen, **totals, "grad_norm": grad_norm,

@@ -1,5 +1,4 @@
 """Command lines: train.py's hyperparameters and their checks, and the other programs' options."""
-import argparse
 import os
 import runpy
 import sys
@@ -20,14 +19,6 @@ MAXIMA = {"gamma": 1, "redrawn": 1, "policy_window": 12}  # the draw keeps 2^pol
 CHOICES = {
     "device": ("auto", "cpu", "cuda", "mps"),
     "dtype": ("auto", "float32", "bfloat16", "float16")}
-
-
-def argument_parser(usage):
-    """An argparse parser that shows usage as its help, and reports mistakes on one line."""
-    parser = argparse.ArgumentParser(
-        description=usage, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.error = fail
-    return parser
 
 
 def parse(key, value, defaults):
@@ -92,21 +83,17 @@ def read_command_line(argv, defaults, program=None):
 
 def check(hp):
     """Ends the program if a hyperparameter, or a combination of them, cannot work."""
-    for key in POSITIVE.split():
-        if getattr(hp, key) <= 0:
-            fail(f"{key}={getattr(hp, key)} must be positive")
-    for key in NOT_NEGATIVE.split():
-        if getattr(hp, key) < 0:
-            fail(f"{key}={getattr(hp, key)} must not be negative")
-    for key, largest in MAXIMA.items():
-        if getattr(hp, key) > largest:
-            fail(f"{key}={getattr(hp, key)} must be at most {largest}")
+    for key, value in vars(hp).items():
+        if key in POSITIVE.split() and value <= 0:
+            fail(f"{key}={value} must be positive")
+        if key in NOT_NEGATIVE.split() and value < 0:
+            fail(f"{key}={value} must not be negative")
+        if key in MAXIMA and value > MAXIMA[key]:
+            fail(f"{key}={value} must be at most {MAXIMA[key]}")
+        if key in CHOICES and value not in CHOICES[key]:
+            fail(f"{key}={value!r} must be one of {', '.join(CHOICES[key])}")
     if hp.eval_rows < 2:
         fail(f"eval_rows={hp.eval_rows} must be at least 2: a standard error needs two rows")
-    for key, choices in CHOICES.items():
-        value = getattr(hp, key)
-        if value not in choices:
-            fail(f"{key}={value!r} must be one of {', '.join(choices)}")
     if hp.embedding_dim % (2 * hp.num_heads):
         fail(f"embedding_dim={hp.embedding_dim} must be a multiple of 2 * num_heads, "
              f"{2 * hp.num_heads}")

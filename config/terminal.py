@@ -1,6 +1,9 @@
 """What the programs print: one-line errors, and text with a mark where each token ends."""
+import argparse
 import codecs
+import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 MARK = "│"
@@ -19,6 +22,31 @@ def fail(message, code=2):
     one_line = " ".join(str(message).split())
     print(f"{Path(sys.argv[0]).name}: {printable(one_line)}", file=sys.stderr)
     sys.exit(code)
+
+
+@contextmanager
+def one_line_errors():
+    """Ends the program with one line if what is inside raises OSError or ValueError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        fail(error)
+
+
+def argument_parser(usage):
+    """An argparse parser that shows usage as its help, and reports mistakes on one line."""
+    parser = argparse.ArgumentParser(
+        description=usage, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.error = fail
+    return parser
+
+
+def whole_number(text):
+    """Parses a positive whole number, which may be written as 6e9."""
+    number = float(text)
+    if number < 1 or number % 1:
+        raise ValueError
+    return int(number)
 
 
 def characters(stream):
@@ -46,11 +74,12 @@ def characters(stream):
         yield printable(rest), a, p
 
 
-def marked(stream, colour):
+def marked(stream):
     """Yields the characters of a stream of (byte, a, p), with a mark where each token ends.
 
-    With colour, each character is coloured by p.
+    On a terminal, each character is coloured by p, unless NO_COLOR is set.
     """
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for text, a, p in characters(stream):
         if colour:
             shade = PALETTE[round(p * (len(PALETTE) - 1))]

@@ -12,7 +12,6 @@ FLOPs are those of matrix products. Compare numbers of one run of this program o
 """
 import itertools
 import statistics
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -21,8 +20,8 @@ from types import SimpleNamespace
 import torch
 
 import train
-from config.command_line import argument_parser, check, device_and_dtype, read_command_line
-from config.terminal import fail
+from config.command_line import check, device_and_dtype, read_command_line
+from config.terminal import argument_parser, one_line_errors
 from experiments.measures import executed_flops, muon_flops
 from model import config_of, load_checkpoint, make_model
 from prepare import open_shards
@@ -53,13 +52,11 @@ def new_setting(hp, **changes):
 
 def finished_run(out_dir, hp):
     """A trained model and its training data, on the device that hp names."""
-    try:
+    with one_line_errors():
         model, saved = load_checkpoint(Path(out_dir, "ckpt.pt"))
         machine = {"device": hp.device, "dtype": hp.dtype, "compile": hp.compile}
         hp = SimpleNamespace(**vars(hp) | saved["config"] | machine)
         return hp, model, open_shards(hp.data, "train", hp.seq_len)
-    except (OSError, ValueError) as error:
-        fail(error)
 
 
 def training_step(hp, model, shards, timed=lambda name, function: function):
@@ -153,7 +150,7 @@ def print_pieces(hp):
         print(f"  {name:20} {1e3 * total / TURNS:8.1f} ms")
 
 
-def main(argv):
+def main(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("--gpu", action="store_true", help="the paper's 147M model")
     parser.add_argument("--runs", help="folders of finished runs, separated by commas")
@@ -193,4 +190,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -24,8 +24,8 @@ from types import SimpleNamespace
 import matplotlib.pyplot as plt
 from cycler import cycler
 
-from config.command_line import argument_parser, check, read_command_line
-from config.terminal import fail
+from config.command_line import check, read_command_line
+from config.terminal import argument_parser, fail, one_line_errors
 from experiments.measures import paper_flops_per_byte
 from experiments.systems import SYSTEMS
 from model import load_checkpoint, read_checkpoint
@@ -48,11 +48,13 @@ def table(head, rows):
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def save_figure(figure, path):
-    """Writes path.png and path.svg."""
+def save_figure(axes, path):
+    """Adds a legend and a grid, and writes path.png and path.svg."""
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.2)
     for suffix in (".png", ".svg"):
-        figure.savefig(path.with_suffix(suffix), dpi=150)
-    plt.close(figure)
+        axes.figure.savefig(path.with_suffix(suffix), dpi=150)
+    plt.close(axes.figure)
 
 
 def boundaries_and_window(system):
@@ -105,18 +107,17 @@ def train_to_end(flags, out_dir):
 
 
 # ---- Results.
-def read_run(system, seed, out_dir):
+def read_run(out_dir):
     """A run's evaluations: a list of dictionaries, empty if it has not got that far.
 
     Adds the FLOPs of training that led to each, and the seconds, at the run's median speed.
     """
     if not (out_dir / "ckpt.pt").exists():
         return []
-    try:
+    with one_line_errors():  # for example a rule that is no longer in SYSTEMS
         model, saved = load_checkpoint(out_dir / "ckpt.pt")
-    except ValueError as error:  # for example a rule that is no longer in SYSTEMS
-        fail(error)
     hp = SimpleNamespace(**saved["config"])
+    system, seed = out_dir.name.rsplit("-", 1)
     parameters = sum(p.numel() for p in model.parameters())
     draws = hp.num_draws if hp.boundaries == "learned" else 1
     log = (out_dir / "log.jsonl").read_text()
@@ -140,7 +141,7 @@ def read_run(system, seed, out_dir):
             new_keys = {
                 "flops": flops, "paper_flops": paper_flops, "seconds": record["bytes"] / speed,
                 "training_bytes": hp.training_bytes, "parameters": parameters}
-            evaluations.append({"system": system, "seed": seed, **new_keys, **record})
+            evaluations.append({"system": system, "seed": int(seed), **new_keys, **record})
     return evaluations
 
 
@@ -171,7 +172,7 @@ def table_row(system, runs):
 
 def draw_loss(runs, path):
     """The paper's Figures 3 and 4: bits per byte over FLOPs, one line per run."""
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    _, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for (system, seeds), style in zip(runs.items(), plt.rcParams["axes.prop_cycle"]()):
         for i, evaluations in enumerate(seeds):
             flops = [e["paper_flops"] for e in evaluations]
@@ -181,17 +182,15 @@ def draw_loss(runs, path):
     axes.set(xscale="log", xlabel="training FLOPs, counted as in the paper",
              ylabel="validation bits per byte")
     axes.tick_params("x", which="minor", labelsize=6)
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.2)
-    save_figure(figure, path)
+    save_figure(axes, path)
 
 
 def write(results):
     """Writes the table, the figure and all evaluations of the runs in the folder."""
     runs = {}
     for path in sorted(results.glob("runs/*-*")):
-        system, seed = path.name.rsplit("-", 1)
-        runs.setdefault(system, []).append(read_run(system, int(seed), path))
+        system, _ = path.name.rsplit("-", 1)
+        runs.setdefault(system, []).append(read_run(path))
     runs = {system: runs[system] for system in sorted(runs, key=order)}
     with open(results / "evaluations.jsonl", "w") as file:
         for evaluations in sum(runs.values(), []):
@@ -204,7 +203,7 @@ def write(results):
     draw_loss(runs, results / "loss")
 
 
-def main(argv):
+def main(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("--systems", default="learned,uniform,random,whitespace,gumbel,hnet,none")
     parser.add_argument("--seeds", type=int, default=1, help="number of runs per system")
@@ -228,4 +227,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -5,13 +5,11 @@ boundaries, and the reward's way back to the policy.
     python -m experiments.diagram out/ckpt.pt assets/method.svg --text="for name in names:"
 """
 import html
-import sys
 
 import numpy as np
 import torch
 
-from config.command_line import argument_parser
-from config.terminal import fail
+from config.terminal import argument_parser, fail, one_line_errors
 from experiments.page import write
 from model import inputs_and_targets, load_checkpoint
 from train import discounted_return
@@ -112,21 +110,19 @@ H{LEFT + CELL * after - 2}L{at + 9} 246"/>
     return svg + "</svg>\n"
 
 
-def main(argv):
+def main(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("checkpoint", help="of train.py, with learned boundaries")
     parser.add_argument("picture", help="the .svg to write")
     parser.add_argument("--text", default="raise ValueError(name + ' is')")
     options = parser.parse_args(argv)
-    try:
+    with one_line_errors():
         model, saved = load_checkpoint(options.checkpoint)
         if saved["config"]["boundaries"] != "learned" or len(options.text) < 2:
             fail("use a checkpoint with learned boundaries and a text of two bytes or more")
         draws = two_draws(model, options.text, saved["config"]["gamma"])
         write(options.picture, picture(options.text, *draws))
-    except (OSError, ValueError) as error:
-        fail(error)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -18,14 +18,13 @@ length. Nothing depends on the padding but rounding and, where they look ahead, 
 """
 import math
 import re
-import sys
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from config.command_line import argument_parser, device_and_dtype
-from config.terminal import fail
+from config.command_line import device_and_dtype
+from config.terminal import argument_parser, fail, one_line_errors
 from model import inputs_and_targets, load_checkpoint
 from prepare import open_shards
 
@@ -115,10 +114,10 @@ def score(model, items, autocast):
         N = len(batch[0][0])
         text = [list(row.ljust(N)) for row, _, _, _ in batch]
         u = [np.random.default_rng(i).random(N, np.float32) for _, _, i, _ in batch]
-        x, y = inputs_and_targets(np.array(text, np.uint8))
+        x, y = inputs_and_targets(np.array(text, np.uint8), device)
         u = torch.from_numpy(np.stack(u))[None]
         with autocast:
-            logp, _, _, a = model(x.to(device), y.to(device), u.to(device))
+            logp, _, _, a = model(x, y, u.to(device))
         for (row, size, i, j), row_logp, row_a in zip(batch, logp[0].cpu(), a[0].cpu()):
             nats = -row_logp[len(row) - size : len(row)].sum().item()
             bits[i][j] = nats / math.log(2)
@@ -148,16 +147,14 @@ def evaluate(model, items, autocast):
             f"{rate:.4f}"]
 
 
-def main(argv):
+def main(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("checkpoint", help="ckpt.pt of train.py")
     parser.add_argument("tasks", nargs="+", metavar="task", help="NAME, NAME=FILE, heldout=FOLDER")
     options = parser.parse_args(argv)
-    try:
+    with one_line_errors():
         model, saved = load_checkpoint(options.checkpoint)
         tasks = {task: read_items(task, model.config.seq_len) for task in options.tasks}
-    except (OSError, ValueError) as error:
-        fail(error)
     device, dtype = device_and_dtype("auto", saved["config"]["dtype"])
     autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
     model.to(device)
@@ -170,4 +167,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

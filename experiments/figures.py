@@ -15,14 +15,12 @@ The third writes these beside the log:
 import html
 import json
 import math
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 
-from config.command_line import argument_parser
-from config.terminal import characters, fail
+from config.terminal import argument_parser, characters, fail, one_line_errors
 from experiments.compare import RESULTS, save_figure
 from experiments.page import as_html, cell, cell_colours, page, write
 from model import load_checkpoint
@@ -95,15 +93,13 @@ def picture(texts, columns):
 
 def draw_entropy(logs, path):
     """The entropy of the decisions during training, one line per run (label, evaluations)."""
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    _, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for label, records in logs:
         megabytes = [r["bytes"] / 1e6 for r in records]
         entropy = [r["val_entropy"] for r in records]
         axes.plot(megabytes, entropy, markersize=4, label=label)
     axes.set(xlabel="training bytes (MB)", ylabel="entropy of a decision, nats", ylim=(0, None))
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.2)
-    save_figure(figure, path)
+    save_figure(axes, path)
 
 
 # ---- How a run learned, from its evaluations.
@@ -165,7 +161,7 @@ def learning(records):
     return picture(texts, columns=50)
 
 
-def main(argv):
+def main(argv=None):
     parser = argument_parser(__doc__)
     add = parser.add_argument
     add("checkpoints", nargs="*", help="instead of each system's run of lowest seed")
@@ -180,7 +176,7 @@ def main(argv):
         first.setdefault(system, path)
     texts = []
     logs = []
-    try:
+    with one_line_errors():
         if options.watch:
             log = Path(options.watch).expanduser()
             records = evaluations(log)
@@ -200,8 +196,6 @@ def main(argv):
             records = evaluations(path.with_name("log.jsonl"))
             if records[0]["val_entropy"] > 1e-3:  # else a rule decides
                 logs.append((label, records))
-    except (OSError, ValueError) as error:
-        fail(error)
     if not texts:
         fail(f"there are no runs in {results}; make them with compare.py, or name checkpoints")
     results.mkdir(parents=True, exist_ok=True)
@@ -213,4 +207,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -12,7 +12,6 @@ histogram of token lengths.
 import html
 import math
 import os
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -20,10 +19,9 @@ import torch
 from matplotlib import colormaps
 from matplotlib.colors import to_hex
 
-from config.command_line import argument_parser
-from config.terminal import characters, fail, printable
-from model import BOS, load_checkpoint
-from sample import generate, scored
+from config.terminal import argument_parser, characters, one_line_errors, printable
+from model import BOS
+from sample import generate, load, scored
 
 NEW_BYTES = 1000  # that --start generates
 STYLE = """
@@ -78,9 +76,7 @@ def statistics(steps):
         if a:
             tokens[token] += 1
             token = b""
-    lengths = Counter()
-    for token, count in tokens.items():
-        lengths[len(token)] += count
+    lengths = Counter(map(len, tokens.elements()))
     total = lengths.total()
 
     histogram = ""
@@ -132,7 +128,7 @@ def write(path, text):
     print(f"wrote {path}")
 
 
-def main(argv):
+def main(argv=None):
     parser = argument_parser(__doc__)
     add = parser.add_argument
     add("--out_dir", default="out", help="folder where train.py left ckpt.pt (%(default)s)")
@@ -141,8 +137,8 @@ def main(argv):
     add("--score", metavar="FILE", help="show this text")
     add("--start", help="continue this text and show the result")
     options = parser.parse_args(argv)
-    try:
-        model, _ = load_checkpoint(Path(options.out_dir).expanduser() / "ckpt.pt")
+    with one_line_errors():
+        model = load(options.out_dir)
         torch.manual_seed(0)
         if options.score:
             heading = options.score
@@ -153,9 +149,7 @@ def main(argv):
             stream = generate(model, prompt, NEW_BYTES, temperature=0.8, top_k=50)
         steps = [(int(byte), bool(a), float(p), float(nats)) for byte, a, p, nats in stream]
         write(Path(options.html).expanduser(), as_html([(heading, steps)]))
-    except (OSError, ValueError) as error:
-        fail(error)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

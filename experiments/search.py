@@ -5,8 +5,9 @@ Where tokens start to pay: trains systems with equal FLOPs, for several model sh
         --data=data/english --shape="--embedding_dim=64 --num_heads=1" --shape="--embedding_dim=96"
 
 Each run reads as many bytes as its FLOPs allow, and its learning rate falls to 0 at the end of
-them. A shape is any flags of train.py; other flags go to all runs. Finished runs are not repeated, and stopped runs continue. Writes runs.jsonl and
-table.md to experiments/results/NAME/, from all runs in runs/ there.
+them. A shape is any flags of train.py; other flags go to all runs. Finished runs are not repeated,
+and stopped runs continue. Writes runs.jsonl and table.md to experiments/results/NAME/, from all
+runs in runs/ there.
 """
 import json
 import shlex
@@ -15,8 +16,7 @@ import sys
 from types import SimpleNamespace
 
 import train
-from config.command_line import argument_parser
-from config.terminal import fail
+from config.terminal import argument_parser, fail, one_line_errors
 from experiments import compare
 from experiments.compare import RESULTS, table
 from experiments.measures import executed_flops, muon_flops
@@ -33,11 +33,9 @@ def expected_flops_per_byte(hp):
     sample = SimpleNamespace(**vars(hp))
     sample.effective_batch_size = 16 * hp.batch_size
     sample.seed = 0  # all seeds get the same bytes
-    try:
+    with one_line_errors():
         model = make_model(config_of(vars(hp)))
         shards = open_shards(hp.data, "train", hp.seq_len)
-    except (OSError, ValueError) as error:
-        fail(error)
     per_byte = []
     for x, _, u in train.micro_batches(shards, 0, sample, 0, 1, "cpu"):
         if isinstance(model, Fixed):
@@ -54,9 +52,8 @@ def read_finished(results):
     """The last evaluation of each finished run in the folder, with its budget and shape."""
     records = []
     for path in results.glob("runs/*/*/*/ckpt.pt"):
-        budget, shape, name = path.parts[-4:-1]
-        system, seed = name.rsplit("-", 1)
-        evaluations = compare.read_run(system, int(seed), path.parent)
+        budget, shape, _ = path.parts[-4:-1]
+        evaluations = compare.read_run(path.parent)
         if evaluations and evaluations[-1]["bytes"] >= evaluations[-1]["training_bytes"]:
             records.append({"budget": float(budget), "shape": shape, **evaluations[-1]})
     keys = "budget", "parameters", "shape", "system", "seed"
@@ -85,7 +82,7 @@ def write(results):
     (results / "table.md").write_text(table(head, rows))
 
 
-def main(argv):
+def main(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("--systems", default="none,whitespace")
     parser.add_argument("--flops", required=True, help="budgets, separated by commas")
@@ -120,4 +117,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -24,7 +24,6 @@ the same rows and draws, in float32. The standard error is a jackknife over batc
 Writes experiments/results/NAME/table.md.
 """
 import math
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -32,8 +31,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from config.command_line import argument_parser
-from config.terminal import fail
+from config.terminal import argument_parser, fail, one_line_errors
 from experiments.compare import RESULTS, table
 from model import inputs_and_targets, load_checkpoint
 from prepare import open_shards, read_rows
@@ -75,7 +73,7 @@ def policy_gradients(model, shards, batches):
     model.train().requires_grad_(False)  # in training the logits have eq. 23's soft-cap
     model.config.redrawn = 1 / 2  # 8 of 16 rows
     matrices = [p.requires_grad_() for p in model.policy.parameters() if p.dim() > 1]
-    n = sum(len(shard) for shard in shards)
+    n = sum(map(len, shards))
     gradients = defaultdict(list)
     for k in tqdm(range(batches), disable=None):
         numbers = np.random.default_rng(k).integers(0, n, 16)
@@ -93,7 +91,7 @@ def policy_gradients(model, shards, batches):
     return {key: torch.stack(g) for key, g in gradients.items()}
 
 
-def main(argv):
+def main(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("checkpoints", nargs="+", help="of train.py, with learned boundaries")
     parser.add_argument("--data", help="folder of prepare.py, instead of each checkpoint's own")
@@ -101,12 +99,10 @@ def main(argv):
     options = parser.parse_args(argv)
     rows = []
     for path in options.checkpoints:
-        try:
+        with one_line_errors():
             model, saved = load_checkpoint(path)
             hp = saved["config"]
             shards = {N: open_shards(options.data or hp["data"], "train", N) for N in BATCHES}
-        except (OSError, ValueError) as error:
-            fail(error)
         if hp["boundaries"] != "learned":
             fail(f"{path} has boundaries={hp['boundaries']}; use one with learned boundaries")
         label = Path(path).resolve().parent.name
@@ -126,4 +122,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -91,11 +91,14 @@ def test_control_characters_never_reach_the_terminal():
     assert "".join(text for text, *_ in shown(b"\x1b[2J\x7f\t\n")) == "␛[2J\ufffd␉\n"
 
 
-def test_colour_goes_from_blue_to_yellow_with_p():
+def test_colour_goes_from_blue_to_yellow_with_p_on_a_terminal(monkeypatch):
     steps = [(ord("a"), True, 0.0), (ord("b"), False, 1.0)]
-    coloured = "".join(marked(steps, True))
-    assert coloured == "\x1b[38;5;33ma\x1b[0m│\x1b[38;5;226mb\x1b[0m"
-    assert "".join(marked(steps, False)) == "a│b"
+    assert "".join(marked(steps)) == "a│b"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "".join(marked(steps)) == "\x1b[38;5;33ma\x1b[0m│\x1b[38;5;226mb\x1b[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "".join(marked(steps)) == "a│b"
 
 
 def test_the_flags_reach_generation_and_the_last_line_sums_up(trained, monkeypatch, capsys):
