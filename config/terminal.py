@@ -45,7 +45,7 @@ def whole_number(text):
     """Parses a positive whole number, which may be written as 6e9."""
     number = float(text)
     if number < 1 or number % 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive whole number")
     return int(number)
 
 
