@@ -142,11 +142,11 @@ class Attention(nn.Module):
         i = torch.arange(M, device=q.device)
         return softcapped_attention(q, k, v, i <= i[:, None])
 
-    def forward(self, x, cos, sin, places=None, shape=None):
-        """x is (B, N, D), or (T, D) for tokens, whose `places` lie in rows of `shape` (B, M)."""
+    def forward(self, x, cos, sin, places=None):
+        """x is (B, N, D), or (T, D) for tokens, whose `places` lie in rows (B, M)."""
         qkv = self.qkv(x)
         if places is not None:
-            qkv = in_rows(qkv, places, shape)  # (B, M, 3 D)
+            qkv = in_rows(qkv, places, cos.shape[:2])  # (B, M, 3 D)
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(-3)  # (B, N, heads, head_dim)
         q = rotate(q, cos, sin).transpose(1, 2)  # (B, heads, N, head_dim)
         k = rotate(k, cos, sin).transpose(1, 2)
@@ -182,8 +182,8 @@ class Block(nn.Module):
         self.mlp = GeGLU(dim, hidden_dim)
         self.norm4 = RMSNorm(dim)
 
-    def forward(self, x, cos, sin, places=None, shape=None):
-        x = x + self.norm2(self.attention(self.norm1(x), cos, sin, places, shape))
+    def forward(self, x, cos, sin, places=None):
+        x = x + self.norm2(self.attention(self.norm1(x), cos, sin, places))
         return x + self.norm4(self.mlp(self.norm3(x)))
 
 
@@ -335,17 +335,21 @@ class Model(nn.Module):
         if learned and config.early_exit:
             self.early_head = copy.deepcopy(self.head)  # W_early, eq. 14
 
-    def run(self, blocks, x, positions, places=None):
-        """Runs bytes x (B, N, D) at positions (N,), or tokens x (T, D) at positions (B, M)."""
+    def run(self, blocks, x, positions=None, places=None):
+        """Runs bytes x (B, N, D) at positions (N,), or tokens x (T, D) at positions (B, M).
+
+        Without positions, the bytes' begin at 0.
+        """
+        if positions is None:
+            positions = torch.arange(x.size(1), device=x.device)
         cos, sin = rope(positions, self.config.embedding_dim // self.config.num_heads)
         for block in blocks:
-            x = block(x, cos, sin, places, positions.shape)
+            x = block(x, cos, sin, places)
         return x
 
     def encode(self, x):
         """Bytes x (B, N) -> X (B, N, D); eq. 1."""
-        positions = torch.arange(x.size(1), device=x.device)
-        return self.run(self.down, self.embedding(x), positions)
+        return self.run(self.down, self.embedding(x))
 
     def upsample(self, X, selected, tokens, token):
         """Hands the tokens back to the bytes: Y (B, N, D); eq. 5, 9.
@@ -356,8 +360,7 @@ class Model(nn.Module):
 
     def decode(self, Y):
         """Y (B, N, D) -> what the head reads, (B, N, D); eq. 6."""
-        positions = torch.arange(Y.size(1), device=Y.device)
-        return self.run(self.up, Y, positions)
+        return self.run(self.up, Y)
 
     def predict(self, X, a):
         """X (B, N, D) and one draw a (B, N) bool -> what the head reads, (B, N, D); eq. 3-9."""

@@ -6,8 +6,11 @@ Where tokens start to pay: trains systems with equal FLOPs, for several model sh
 
 Each run reads as many bytes as its FLOPs allow, and its learning rate falls to 0 at the end of
 them. A shape is any flags of train.py; other flags go to all runs. Finished runs are not repeated,
-and stopped runs continue. Writes runs.jsonl and table.md to experiments/results/NAME/, from all
-runs in runs/ there.
+and stopped runs continue. Writes to experiments/results/NAME/, from all runs in runs/ there:
+
+    runs.jsonl            the last evaluation of each run
+    table.md              means over seeds
+    flops.png, flops.svg  bits per byte over FLOPs, each system in its best shape
 """
 import json
 import shlex
@@ -15,10 +18,12 @@ import statistics
 import sys
 from types import SimpleNamespace
 
+import matplotlib.pyplot as plt
+
 import train
 from config.terminal import argument_parser, fail, one_line_errors
 from experiments import compare
-from experiments.compare import RESULTS, table
+from experiments.compare import RESULTS, save_figure, table
 from experiments.measures import executed_flops, muon_flops
 from experiments.systems import Fixed
 from model import config_of, make_model
@@ -61,7 +66,7 @@ def read_finished(results):
 
 
 def write(results):
-    """Writes runs.jsonl, and table.md with means over seeds."""
+    """Writes runs.jsonl, and the table and the figure with means over seeds."""
     groups = {}  # the seeds of each row of the table
     with open(results / "runs.jsonl", "w") as file:
         for record in read_finished(results):
@@ -69,7 +74,11 @@ def write(results):
             key = record["budget"], record["shape"], record["system"]
             groups.setdefault(key, []).append(record)
     rows = []
+    best = {}  # best[system][budget]: bits per byte in the best shape
     for (budget, shape, system), seeds in groups.items():
+        bits = statistics.mean(record["val_bpb"] for record in seeds)
+        points = best.setdefault(system, {})
+        points[budget] = min(bits, points.get(budget, bits))
         rows.append([
             f"{budget:.3g}",
             shape,
@@ -77,9 +86,15 @@ def write(results):
             system,
             str(len(seeds)),
             f"{seeds[0]['bytes'] / 1e6:.1f}",
-            f"{statistics.mean(record['val_bpb'] for record in seeds):.3f}"])
+            f"{bits:.3f}"])
     head = ["FLOPs", "shape", "parameters", "system", "seeds", "MB", "bits per byte"]
     (results / "table.md").write_text(table(head, rows))
+
+    _, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for system, style in zip(sorted(best, key=compare.order), plt.rcParams["axes.prop_cycle"]()):
+        axes.plot(*zip(*best[system].items()), **style, label=system)
+    axes.set(xscale="log", xlabel="training FLOPs", ylabel="validation bits per byte")
+    save_figure(axes, results / "flops")
 
 
 def main(argv=None):

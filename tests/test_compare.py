@@ -176,6 +176,7 @@ def test_a_search_gives_systems_and_shapes_the_same_flops(data, tmp_path, monkey
     assert [none["system"], uniform["system"]] == ["none", "uniform"]
     assert uniform["bytes"] > 1.3 * none["bytes"]
     assert [none["flops"], uniform["flops"]] == pytest.approx([1e9, 1e9], rel=0.02)
+    assert "<!-- uniform -->" in (tmp_path / "x/flops.svg").read_text()  # its label
     for run, row in zip((none, uniform), cells(tmp_path / "x/table.md")):
         assert row == [
             "1e+09", "n_mid_layers=2", f"{run['parameters'] / 1e6:.2f}M", run["system"], "1",
