@@ -219,8 +219,8 @@ class Policy(nn.Module):
 def draw(p, u):
     """Draws boundaries a (..., N) bool from uniforms u (..., N), in parallel; eq. 19-21.
 
-    p (..., N, 2^w) holds p_i for each history of decisions; bit j-1 of a history is a_{i-j}. The
-    result is exactly that of
+    p (..., N, 2^w) holds p_i for each history of decisions; bit j-1 of a history is a_{i-j}. Also
+    returns each position's history (..., N, 1). The result is exactly that of
 
         history = 0
         for i in range(N):
@@ -243,17 +243,8 @@ def draw(p, u):
     for table in reversed(levels):
         second = table[..., ::2, :].gather(-1, history[..., None])[..., 0]
         history = torch.stack((history, second), -1).flatten(-2)  # twice as many positions
-    return decision.gather(-1, history[..., :N, None])[..., 0]
-
-
-def taken(l, a, w):
-    """The logits (K, B, N) of decisions a (K, B, N), out of l (B, N, 2^w) for all histories."""
-    history = torch.zeros_like(a, dtype=torch.int64)
-    for j in range(w, 0, -1):
-        earlier = F.pad(a, (j, 0))[..., : a.size(-1)]  # a_{i-j}
-        history = 2 * history + earlier
-    l = l.expand(len(a), -1, -1, -1)
-    return l.gather(-1, history[..., None])[..., 0]
+    history = history[..., :N, None]
+    return decision.gather(-1, history)[..., 0], history
 
 
 # ---- Select: where the tokens of all rows lie.
@@ -284,9 +275,8 @@ def token_layout(a):
 
 def in_rows(z, places, shape):
     """Puts tokens z (T, ...) at their places in rows of zeros: (B, M, ...), of `shape` (B, M)."""
-    B, M = shape
-    rows = z.new_zeros(B * M, *z.shape[1:])
-    return rows.index_copy(0, places, z).unflatten(0, (B, M))
+    rows = z.new_zeros(*shape, *z.shape[1:])
+    return rows.flatten(0, 1).index_copy(0, places, z).view_as(rows)
 
 
 # ---- The model.
@@ -385,9 +375,11 @@ class Model(nn.Module):
         l = self.policy(X)  # (B, N, 2^w), eq. 21-23
         p = l.detach().sigmoid()  # eq. 20
         p[:, 0] = 1.0  # <bos> is a token, so that every byte has one to read from
-        a = draw(p, u)  # (K, B, N), eq. 2, 19
+        a, history = draw(p, u)  # (K, B, N), eq. 2, 19
         R = math.ceil(self.config.redrawn * len(x))  # rows that are drawn again
         a[1:, R:] = a[0, R:]
+        history[1:, R:] = history[0, R:]
+        l = l[None].take_along_dim(history, -1)[..., 0]
         logp = [self.head(self.predict(X, a[0]), y)]
         with torch.no_grad():
             for other in a[1:]:
@@ -396,7 +388,7 @@ class Model(nn.Module):
         early_logp = torch.zeros_like(logp[0])
         if self.config.early_exit:
             early_logp = self.early_head(X, y)  # eq. 14
-        return torch.stack(logp), early_logp, taken(l, a, self.config.policy_window), a
+        return torch.stack(logp), early_logp, l, a
 
 
 def inputs_and_targets(rows, device="cpu"):

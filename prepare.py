@@ -167,7 +167,7 @@ def write_json(path, state):
     """Writes the state to a file, completely or not at all."""
     part = Path(f"{path}.part")
     part.write_text(json.dumps(state, indent=1))
-    os.replace(part, path)
+    part.replace(path)
 
 
 def append(folder, split, state, rows):

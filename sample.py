@@ -79,10 +79,8 @@ def generate(model, x, max_new_bytes, temperature=1.0, top_k=None):
     B, N = x.shape
     byte_layers = [block.attention for block in (*model.down, *model.up)]
     token_layers = [block.attention for block in model.middle]
-    for attention in byte_layers:
-        attention.attend = Cache(attention.window)
-    for attention in token_layers:
-        attention.attend = Cache(N + max_new_bytes)
+    for attention in byte_layers + token_layers:
+        attention.attend = Cache(attention.window or N + max_new_bytes)
     try:
         all_rows = torch.arange(B, device=x.device)
         history = torch.zeros_like(all_rows)  # bit j-1 is a_{i-j}, as in Policy

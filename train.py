@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,8 +91,7 @@ DEFAULTS = {key: value for key, value in list(globals().items())
 def mean_over_processes(z):
     """The mean of a tensor over all processes. Every process must call this."""
     if dist.is_initialized():
-        dist.all_reduce(z)
-        z = z / dist.get_world_size()
+        dist.all_reduce(z, dist.ReduceOp.AVG)
     return z
 
 
@@ -161,15 +161,14 @@ def micro_batches(shards, first_row, hp, rank, world, device):
     """
     n = sum(map(len, shards))
     K = hp.num_draws if hp.boundaries == "learned" else 1
-    last_row = first_row + hp.effective_batch_size
-    numbers = [row_order(hp.seed, i // n, n)[i % n] for i in range(first_row, last_row)]
+    mine = range(first_row + rank, first_row + hp.effective_batch_size, world)
+    rows = prepare.read_rows(shards, [row_order(hp.seed, i // n, n)[i % n] for i in mine])
     generator = np.random.default_rng([hp.seed, 1, first_row])
     u = generator.random((K, hp.effective_batch_size, hp.seq_len), np.float32)
-    rows = prepare.read_rows(shards, numbers[rank::world])
     x, y = inputs_and_targets(rows, device)
     u = torch.from_numpy(u[:, rank::world]).to(device)
     B = hp.batch_size
-    return list(zip(x.split(B), y.split(B), u.split(B, dim=1)))
+    return list(zip(x.split(B), y.split(B), u.split(B, 1)))
 
 
 # ---- Optimizers.
@@ -246,20 +245,17 @@ def evaluate(model, shards, eval_rows, batch_size, autocast):
     error over rows, and val_entropy the mean of -log pi(a_i) in nats.
     """
     n = sum(map(len, shards))
-    numbers = np.linspace(0, n - 1, min(eval_rows, n)).astype(int)
-    generator = torch.Generator().manual_seed(0)
-    device = model.embedding.weight.device
+    numbers = np.linspace(0, n - 1, min(eval_rows, n), dtype=int)
+    x, y = inputs_and_targets(prepare.read_rows(shards, numbers), model.embedding.weight.device)
+    u = torch.rand(1, *x.shape, generator=torch.Generator().manual_seed(0)).to(x.device)
     outputs = []
     model.eval()
-    for i in range(0, len(numbers), batch_size):
-        rows = prepare.read_rows(shards, numbers[i : i + batch_size])
-        x, y = inputs_and_targets(rows, device)
-        u = torch.rand(1, *x.shape, generator=generator).to(device)
+    for batch in zip(x.split(batch_size), y.split(batch_size), u.split(batch_size, 1)):
         with autocast:
-            logp, _, l, a = model(x, y, u)
-        outputs.append((x, -logp[0] / math.log(2), l[0], a[0].bool()))
+            logp, _, l, a = model(*batch)
+        outputs.append((-logp[0] / math.log(2), l[0], a[0].bool()))
     model.train()
-    x, bits, l, a = map(torch.cat, zip(*outputs))
+    bits, l, a = map(torch.cat, zip(*outputs))
     metrics = {
         "val_bpb": bits.mean(),
         "val_stderr": bits.mean(1).std() / math.sqrt(len(bits)),
@@ -276,8 +272,7 @@ def compile_model(model, **options):
     torch._dynamo.config.specialize_float = True  # soft-caps become constants in dynamic graphs
     for part in model.modules():
         if isinstance(part, (Block, Policy, Head)):
-            dynamic = part in model.middle  # the number of tokens varies
-            part.compile(dynamic=dynamic, **options)
+            part.compile(dynamic=part in model.middle, **options)  # the number of tokens varies
 
 
 stop_signals = []  # Ctrl-C adds to it: the run then saves a checkpoint and ends
@@ -301,8 +296,6 @@ def main(argv):
     with one_line_errors():
         if rank == 0 and not prepare.lock(checkpoint.parent):  # until this process ends
             fail(f"another run is writing to {checkpoint.parent}; use another --out_dir")
-        if checkpoint.exists() and not hp.resume:
-            fail(f"{checkpoint} exists; continue it with --resume=True, or use another --out_dir")
         if hp.resume:
             saved = read_checkpoint(checkpoint)
             old = saved["config"]
@@ -315,6 +308,8 @@ def main(argv):
                 if key in chosen and chosen[key] != old[key]:
                     fail(f"{key} cannot change when a run resumes; it was {old[key]}")
             hp = SimpleNamespace(**DEFAULTS | old | chosen)
+        elif checkpoint.exists():
+            fail(f"{checkpoint} exists; continue it with --resume=True, or use another --out_dir")
         check(hp)
         torch.manual_seed(hp.seed)
         model = make_model(config_of(vars(hp)))
@@ -322,25 +317,23 @@ def main(argv):
             load_weights(model, saved, checkpoint)
 
     # ---- machine
-    kind, precision = device_and_dtype(hp.device, hp.dtype)
-    device = torch.device(kind)
-    if kind == "cuda":
-        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
-        if device.index >= torch.cuda.device_count():
+    device, precision = device_and_dtype(hp.device, hp.dtype)
+    if device == "cuda":
+        gpu = int(os.environ.get("LOCAL_RANK", 0))
+        if gpu >= torch.cuda.device_count():
             fail(f"this machine has {torch.cuda.device_count()} GPUs; start one process per GPU")
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(gpu)
     if world > 1:
-        if kind == "cuda":
-            dist.init_process_group("nccl", device_id=device)
+        if device == "cuda":
+            dist.init_process_group("nccl", device_id=gpu)
         else:
             dist.init_process_group("gloo")
         torch._dynamo.config.optimize_ddp = False  # it cuts a large block into several graphs
     torch.set_float32_matmul_precision("high")
-    if kind == "cpu":  # a resumed run repeats to the last bit
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-    autocast = torch.autocast(kind, getattr(torch, precision), enabled=precision != "float32")
-    scaler = torch.amp.GradScaler(kind, enabled=precision == "float16")
+    torch.use_deterministic_algorithms(device == "cpu")  # a resumed run repeats to the last bit
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    autocast = torch.autocast(device, getattr(torch, precision), enabled=precision != "float32")
+    scaler = torch.amp.GradScaler(device, enabled=precision == "float16")
 
     # ---- data
     if rank == 0 and hp.data == "data/stdlib" and not Path(hp.data, "meta.json").exists():
@@ -361,7 +354,7 @@ def main(argv):
 
     # ---- model
     model.to(device).train()
-    compiled = hp.compile and kind != "mps"
+    compiled = hp.compile and device != "mps"
     if compiled:
         compile_model(model)
     net = model
@@ -423,7 +416,7 @@ def main(argv):
             part = checkpoint.with_suffix(".part")
             try:
                 torch.save(state, part)
-                os.replace(part, checkpoint)  # so that ckpt.pt is never half-written
+                part.replace(checkpoint)  # so that ckpt.pt is never half-written
             except (OSError, RuntimeError) as error:
                 fail(f"cannot write {checkpoint}, which is as it was before: {error}")
         if finished or stopping:
@@ -435,7 +428,7 @@ def main(argv):
         rows_seen += hp.effective_batch_size
         bytes_seen += step_bytes
         logging = step % hp.log_interval == 0
-        totals = {}
+        totals = Counter()
         for i, (x, y, u) in enumerate(batches):
             net.require_backward_grad_sync = i == len(batches) - 1  # DDP: once per training step
             with autocast:
@@ -444,12 +437,11 @@ def main(argv):
             scaler.scale(L / len(batches)).backward()
             if logging:
                 entropy = F.binary_cross_entropy_with_logits(l[0, :, 1:], a[0, :, 1:].float())
-                flops_per_byte = executed_flops(model, a) / x.numel()
-                flops_per_byte += muon_flops(muon) / step_bytes
-                terms = {"rate": a[0].float().mean(), "entropy": entropy,
-                         "flops_per_byte": flops_per_byte, **terms}
+                flops = executed_flops(model, a) / x.numel() + muon_flops(muon) / step_bytes
+                terms = {"rate": a[0].float().mean(), "entropy": entropy, "flops_per_byte": flops,
+                         **terms}
                 for name, value in terms.items():
-                    totals[name] = totals.get(name, 0) + value.detach() / len(batches)
+                    totals[name] += value.detach() / len(batches)
 
         fall_ends = max(hp.training_bytes, hp.warmup_bytes)
         scale = np.interp(bytes_seen, [hp.warmup_bytes, fall_ends], [1, 0])

@@ -38,7 +38,7 @@ def parse(key, value, defaults):
         if kind is int and number.denominator != 1:
             raise ValueError
         return kind(number)
-    except (ValueError, KeyError, TypeError, ZeroDivisionError, OverflowError):
+    except (ValueError, KeyError, TypeError, ArithmeticError):
         fail(f"{key} must be a {kind.__name__}, got {value!r} (default {defaults[key]!r})")
 
 

@@ -1,6 +1,7 @@
 """What is measured besides bits per byte: FLOPs of matrix products, and where tokens end."""
 import math
 from collections import Counter
+from itertools import compress
 
 import torch
 
@@ -10,12 +11,11 @@ from model import T_MULTIPLE, TOKEN_MULTIPLE
 def count_matrix_parameters(model):
     """Parameters in matrices before, in and after the middle, without the embedding."""
 
-    def count(*modules):
-        parameters = (p for module in modules for p in module.parameters())
-        return sum(p.numel() for p in parameters if p.dim() == 2)
+    def count(module):
+        return sum(p.numel() for p in module.parameters() if p.dim() == 2)
 
     middle = count(model.middle)
-    after = count(model.up, model.head)
+    after = count(model.up) + count(model.head)
     before = count(model) - count(model.embedding) - middle - after
     return before, middle, after
 
@@ -99,7 +99,7 @@ def where_tokens_end(x, a):
                 place = "inside"
             size = len(c.encode(errors="surrogateescape"))
             places += ["ends_within"] * (size - 1) + [place]
-        counts.update(place for place, end in zip(places, ends) if end)
+        counts.update(compress(places, ends))
     total = max(counts.total(), 1)
     names = "ends_before", "ends_between", "ends_after", "ends_within"
     return {name: torch.tensor(counts[name] / total) for name in names}

@@ -16,6 +16,7 @@ import json
 import shlex
 import statistics
 import sys
+from operator import itemgetter
 from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
@@ -61,8 +62,7 @@ def read_finished(results):
         evaluations = compare.read_run(path.parent)
         if evaluations and evaluations[-1]["bytes"] >= evaluations[-1]["training_bytes"]:
             records.append({"budget": float(budget), "shape": shape, **evaluations[-1]})
-    keys = "budget", "parameters", "shape", "system", "seed"
-    return sorted(records, key=lambda record: [record[key] for key in keys])
+    return sorted(records, key=itemgetter("budget", "parameters", "shape", "system", "seed"))
 
 
 def write(results):

@@ -118,7 +118,7 @@ def test_sequences_are_drawn_as_often_as_their_probability_says():
     p = model.policy(model.encode(x)).detach().sigmoid()
     p[:, 0] = 1.0
     u = torch.rand(20000, 1, N, generator=torch.Generator().manual_seed(0))
-    a = draw(p, u)[:, 0]
+    a = draw(p, u)[0][:, 0]
     drawn = (a.long() * 2 ** torch.arange(N)).sum(1).bincount(minlength=2**N)
     which = (SEQUENCES.long() * 2 ** torch.arange(N)).sum(1)
     error = (pi * (1 - pi) / 20000).sqrt()

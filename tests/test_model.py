@@ -155,7 +155,7 @@ def test_the_draw_takes_the_left_to_right_loops_decisions(w, policy):
         p = torch.ones(3, N, H)
     if policy == "ties":
         p, u = torch.randint(0, 3, (3, N, H)) / 2, torch.randint(0, 2, (2, 3, N)) / 2
-    a = m.draw(p, u)
+    a, _ = m.draw(p, u)
     for k in range(2):
         for b in range(3):
             h = 0
