@@ -2,7 +2,7 @@
 A byte-level language model that learns where its tokens end.
 "You Can Learn Tokenization End-to-End with Reinforcement Learning", arXiv 2602.13940.
 
-The parts come in the order in which data flows through them; Model, below them, puts them together.
+The parts are in the order in which data flows through them; Model, below, puts them together.
 `# eq. n` is the paper's equation n. The names are the paper's too:
 
     x  bytes, x_0 = <bos>                      (B, N)      X   byte representations       (B, N, D)
@@ -191,8 +191,8 @@ class Block(nn.Module):
 class Policy(nn.Module):
     """The logit of "a token ends here" after every possible history of w decisions; eq. 21-23.
 
-    The draw, the loss and generation use nothing but these logits. So you may change how they come
-    about, as long as those at i depend on X_i alone: sample.py passes one position at a time.
+    The draw, the loss and generation use nothing but these logits. You may compute them
+    differently, as long as those at i depend on X_i alone: sample.py passes one position at a time.
     """
 
     def __init__(self, config):
@@ -399,7 +399,7 @@ def inputs_and_targets(rows, device="cpu"):
 
 # ---- Making and loading models.
 def config_of(hyperparameters):
-    """The ModelConfig in a dictionary that may hold more. Prints the missing fields."""
+    """A ModelConfig from a dictionary. Ignores other keys; prints missing fields."""
     known = {field.name for field in fields(ModelConfig)}
     missing = sorted(known - hyperparameters.keys())
     if missing:
@@ -408,7 +408,7 @@ def config_of(hyperparameters):
 
 
 def make_model(config):
-    """A new model, with learned boundaries or of another system. ValueError if there is none."""
+    """A new model, learned or of another system. ValueError if there is no such system."""
     if config.boundaries == "learned":
         return Model(config)
     from experiments.systems import make_system  # not above: that file imports this one
@@ -431,7 +431,7 @@ def read_checkpoint(path):
 
 
 def load_checkpoint(path):
-    """The model that train.py saved, in evaluation mode on the CPU, and all that was saved.
+    """The saved model, in evaluation mode on the CPU, and the checkpoint it came from.
 
     Raises as read_checkpoint and load_weights do.
     """

@@ -6,7 +6,7 @@ Cuts text into rows of bytes that train.py can read.
     python prepare.py --dataset=fineweb --max_bytes=6e9
     python prepare.py --dataset=hf --hf_path=some/file.jsonl --text_column=content
 
-A document gives as many rows of --seq_len bytes as fit; the rest of it is left out. Its rows all go
+A document is cut into whole rows of --seq_len bytes; the remainder is left out. Its rows all go
 to train or all to val. They are stored end to end in data/<name>/train_00000.bin, val_00000.bin
 and so on.
 
@@ -95,7 +95,7 @@ def find_files(options, out_dir):
         for name in options["input"]:
             matches = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
             if not matches:
-                fail(f"--input={name} is not a file or folder, and no glob that matches one")
+                fail(f"--input={name} matches no file or folder")
             for match in matches:
                 found.update(map(os.path.realpath, [match, *Path(match).rglob("*")]))
     own = os.path.realpath(out_dir) + os.sep  # our shards may lie inside an input folder
@@ -186,8 +186,8 @@ def write_documents(documents, folder, state):
     """Writes the rows of the documents, up to max_bytes, and the state about once per shard.
 
     A document goes to val if its 64-bit hash, divided by 2**64, is below val_fraction. But if a
-    split is still empty, the last document with rows goes there. If there is only one, the share
-    val_fraction at its end goes to val.
+    split is still empty, the last document with rows goes there. If it is the only one, its last
+    val_fraction goes to val.
     """
     options = state["options"]
     seq_len = options["seq_len"]

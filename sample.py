@@ -5,7 +5,7 @@ Generates text with a trained model and shows where its tokens end.
     python sample.py --score=FILE                  shows the boundaries of a file, or of stdin: -
     python sample.py --text="def main(argv):"      shows the boundaries of this text
 
-A mark │ stands where a token ends. On a terminal the colour is the policy's probability of a
+A │ marks the end of a token. On a terminal the colour is the policy's probability of a
 boundary after that character: blue is low, yellow is high. In Python:
 
     from sample import load, tokens
@@ -154,7 +154,7 @@ def scored(model, text, deterministic=False):
 
 
 def load(out_dir="out"):
-    """The model, of any system, that train.py left in a folder; in evaluation mode on the CPU."""
+    """The model that train.py saved in a folder, in evaluation mode on the CPU."""
     model, _ = load_checkpoint(Path(out_dir).expanduser() / "ckpt.pt")
     return model
 

@@ -34,7 +34,7 @@ from model import (
     Block, Head, Policy, config_of, inputs_and_targets, load_weights, make_model, read_checkpoint)
 
 # ---- Hyperparameters. The values are the quick run's; config/ holds the paper's. ----------------
-# A flag takes the type of the value here: what may be 0.5 is written 1.0, not 1.
+# A flag has the type of its default: write 1.0, not 1, where 0.5 is allowed.
 
 # files
 data = "data/stdlib"  # folder of shards made by prepare.py; this one is made on first use
@@ -188,7 +188,7 @@ def orthogonalized(G):
 
 
 class Muon(torch.optim.Optimizer):
-    """Makes each matrix's momentum orthogonal and takes it as the step; Jordan et al., 2024.
+    """Steps along each matrix's orthogonalized momentum; Jordan et al., 2024.
 
     The same as torch.optim.Muon with adjust_lr_fn="match_rms_adamw". But torch's class always
     computes in bfloat16, which is slow on a T4 and on many CPUs, and updates one matrix at a time.
@@ -394,7 +394,7 @@ def main(argv):
         evaluating = step % hp.eval_interval == 0 or finished or step in early
         evaluating = evaluating and (step > first_step or not saved)
         if rank == 0 and evaluating:
-            rows = math.ceil(hp.redrawn * hp.batch_size)  # as many as are redrawn: the same graph
+            rows = math.ceil(hp.redrawn * hp.batch_size)  # the redraw's batch size: no new graph
             metrics, shown = evaluate(model, val_shards, hp.eval_rows, rows, autocast)
             if not math.isfinite(metrics["val_bpb"]):
                 raise FloatingPointError(f"step {step}: the validation loss is not finite")
@@ -418,7 +418,7 @@ def main(argv):
                 torch.save(state, part)
                 part.replace(checkpoint)  # so that ckpt.pt is never half-written
             except (OSError, RuntimeError) as error:
-                fail(f"cannot write {checkpoint}, which is as it was before: {error}")
+                fail(f"cannot write {checkpoint}, which is unchanged: {error}")
         if finished or stopping:
             break
 
@@ -478,7 +478,7 @@ def main(argv):
             logged_step, seconds = step, 0.0
 
     if rank == 0 and finished:
-        print(f"done: python sample.py --out_dir={hp.out_dir} shows what it writes")
+        print(f"done; generate text with: python sample.py --out_dir={hp.out_dir}")
     elif rank == 0:
         print(f"stopped after step {step}; continue with --resume=True")
     if world > 1:
@@ -492,7 +492,7 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except FloatingPointError as error:
         fail(f"{error}; use a smaller learning_rate or muon_learning_rate, or a longer "
-             "warmup_bytes. The last checkpoint, if there is one, is as it was", code=1)
+             "warmup_bytes. The last checkpoint, if any, is unchanged", code=1)
     except (inductor.InductorError, inductor.TritonMissing, inductor.GPUTooOldForTriton) as error:
         if stop_signals:  # Ctrl-C reaches the C++ compiler as well
             fail("stopped while compiling; the last checkpoint is intact", code=130)

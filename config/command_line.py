@@ -39,7 +39,7 @@ def parse(key, value, defaults):
             raise ValueError
         return kind(number)
     except (ValueError, KeyError, TypeError, ArithmeticError):
-        fail(f"{key} must be a {kind.__name__}, got {value!r} (default {defaults[key]!r})")
+        fail(f"{key} must be of type {kind.__name__}, got {value!r} (default {defaults[key]!r})")
 
 
 def read_file(path):

@@ -6,9 +6,9 @@ How fast a training step is, compared with the other systems' and with a matrix 
     python -m experiments.bench --gpu       the paper's 147M model, for one H100 or H200
     python -m experiments.bench --runs=out-learned,out-uniform    finished runs, on their own data
 
-All other flags and configuration files are train.py's. Steps take turns, so that a slow minute of
-the machine slows all of them. Times are medians over the turns, +- half the interquartile range.
-FLOPs are those of matrix products. Compare numbers of one run of this program only.
+All other flags and configuration files are train.py's. Steps take turns, so that a slow spell
+affects all of them alike. Times are medians over the turns, +- half the interquartile range. FLOPs
+are those of matrix products. Compare numbers of one run of this program only.
 """
 import itertools
 import statistics

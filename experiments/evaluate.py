@@ -10,11 +10,11 @@ evaluation harness, without examples. heldout=FOLDER reads the validation rows o
 
 Bits per byte are the bits of all right answers given their contexts, divided by their bytes.
 Accuracy is the fraction of items whose right answer has the fewest bits per byte of all answers
-(the harness divides by characters). The rate is tokens per byte of all that is read. A context
-loses its first bytes until it fits the model's row together with the answer.
+(the harness divides by characters). The rate is tokens per byte of all that is read. A context is
+cut at the front so that it fits the model's row with the answer.
 
 The draws depend on an item's number only, so results repeat. Rows of a pass are padded to the same
-length. Nothing depends on the padding but rounding and, where they look ahead, bpe's boundaries.
+length. Padding affects only rounding and bpe's boundaries, which look ahead.
 """
 import math
 import re

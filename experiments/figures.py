@@ -1,5 +1,5 @@
 """
-Draws what the runs of compare.py, or any other checkpoints, learned; or how one run learned.
+Draws what runs of compare.py or other checkpoints learned, or how a single run learned.
 
     python -m experiments.figures --name=try             the runs of experiments/results/try
     python -m experiments.figures --name=rates out-2/ckpt.pt out-4/ckpt.pt --text=FILE
@@ -52,7 +52,7 @@ text { font: 15px monospace; text-anchor: middle }
 
 
 def evaluations(log):
-    """The evaluations in a log.jsonl. train.py may be writing its last line still."""
+    """The evaluations in a log.jsonl. train.py may still be writing the last line."""
     records = []
     for line in log.read_text().splitlines(keepends=True):
         if '"line"' in line and line.endswith("\n"):

@@ -21,7 +21,7 @@ def count_matrix_parameters(model):
 
 
 def executed_flops(model, a):
-    """FLOPs of a forward and backward pass with boundaries a (K, B, N): a tensor ().
+    """FLOPs of a forward and backward pass with boundaries a (K, B, N); a scalar.
 
     Within 1% of torch's FlopCounterMode. The first draw runs forward and backward, three times the
     forward FLOPs; further draws run forward, from the middle on. Filler tokens are included.
@@ -65,7 +65,7 @@ def muon_flops(muon):
 def paper_flops_per_byte(model, rate, draws):
     """Training FLOPs per byte as in the paper's Figures 3 and 4, at a rate in tokens per byte.
 
-    6 per matrix parameter and byte, or in the middle per token, without attention's products and
+    6 per matrix parameter and byte (in the middle, per token), without attention products and
     fillers. A further draw adds 2 per parameter from the middle on, in the rows that have one.
     """
     before, middle, after = count_matrix_parameters(model)
@@ -86,7 +86,7 @@ def where_tokens_end(x, a):
     counts = Counter()
     for row, ends in zip(x[:, 1:].tolist(), a[:, 1:].tolist()):
         text = bytes(row).decode(errors="surrogateescape")
-        in_word = [False, *(c.isalnum() for c in text), True]  # a last word is taken to go on
+        in_word = [False, *(c.isalnum() for c in text), True]  # as if the last word went on
         places = []
         for c, before, here, after in zip(text, in_word, in_word[1:], in_word[2:]):
             if not here:

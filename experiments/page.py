@@ -1,5 +1,5 @@
 """
-Shows where the tokens of a text end, on an HTML page without other files (the paper's Figure 2).
+Shows where the tokens of a text end, on a self-contained HTML page (the paper's Figure 2).
 
     python -m experiments.page --out_dir=out --score=FILE --html=page.html
     python -m experiments.page --out_dir=out --start="def main" --html=page.html

@@ -91,7 +91,7 @@ class EveryByte(Fixed):
 class BPE(Fixed):
     """The tokens of each row, each mark shifted right by one so that it is never on an unread byte.
 
-    The marks look ahead all the same, because where a token ends depends on the bytes after it:
+    The marks still look ahead, because where a token ends depends on the bytes after it:
     "the unbel|ievers" but "the unbelievable". So a mark carries information about later bytes, and
     the bits per byte are not a code length. In generated text a mark depends on the bytes so far.
     """

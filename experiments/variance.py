@@ -15,7 +15,7 @@ training step:
 
 Without an early exit its two lines repeat those above. The last two are RLOO (Kool, van Hoof &
 Welling 2019; Ahmadian et al., arXiv 2402.14740). The draws of a row share its early exit, so it
-drops out of them.
+cancels out.
 
 The signal is |E g|^2 / E|g|^2, where g is the gradient of L_pi on the policy's matrices in a
 training step. The rest is noise. E is the mean over batches of training rows. All estimators see

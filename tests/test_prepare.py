@@ -327,7 +327,7 @@ def test_missing_or_short_shards_are_an_error(damage, documents, tmp_path, capsy
     ("--dataset=files", "--input and --dataset=files need each other"),
     ("--input=books", "--input and --dataset=files need each other"),
     ("--hf_path=x", "--hf_path and --dataset=hf need each other"),
-    ("--dataset=files --input=no/such", "--input=no/such is not a file"),
+    ("--dataset=files --input=no/such", "--input=no/such matches no file"),
     ("--dataset=files --input=\x1b[31m\u202e", "--input=\u241b[31m\ufffd"),
     ("--dataset=hf --hf_path=no.jsonl", "cannot open --hf_path=no.jsonl"),
     ("--dataset=hf --hf_path={tmp}/a.jsonl", "--text_column=text does not exist"),
