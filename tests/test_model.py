@@ -101,13 +101,14 @@ def test_the_heads_logits_are_softcapped_at_30_and_its_output_is_their_log_softm
     torch.testing.assert_close(head(x, y), logp)
 
 
-def test_a_new_models_first_guess_is_nearly_uniform():
+def test_a_new_model_guesses_nearly_uniformly_and_its_p_is_the_target():
     """An output head of standard deviation 1 / sqrt(D) would cost half a nat more."""
-    x, y = some_bytes(8, 64)
-    model = Model(ModelConfig(embedding_dim=256, num_heads=2, n_mid_layers=1))
-    logp, early_logp, _, _ = model(x, y, torch.rand(1, 8, 64))
+    config = ModelConfig(
+        embedding_dim=256, num_heads=2, n_mid_layers=1, downsample_rate_target=0.3)
+    logp, early_logp, l, _ = Model(config).eval()(*some_bytes(8, 64), torch.rand(1, 8, 64))
     for guess in logp, early_logp:
         assert -guess.mean().item() == pytest.approx(math.log(257), abs=0.15)
+    torch.testing.assert_close(l.sigmoid(), torch.full((1, 8, 64), 0.3))
 
 
 @pytest.mark.parametrize("N, window", [(1, 4), (3, 8), (50, 8), (64, 8), (41, 7), (20, 1), (9, 99)])
@@ -189,12 +190,6 @@ def test_boundaries_are_u_below_p_with_the_softcap_in_training_only(training):
     assert 30 < drawn.sum() < 210
     assert torch.equal(drawn[0].float(), a)
     torch.testing.assert_close(l[0].sigmoid().double(), p, atol=1e-5, rtol=1e-4)
-
-
-def test_p_starts_at_the_target():
-    model = Model(ModelConfig(embedding_dim=32, num_heads=2, downsample_rate_target=0.3)).eval()
-    l = model(*some_bytes(2, 20), torch.rand(1, 2, 20))[2]
-    torch.testing.assert_close(l.sigmoid(), torch.full((1, 2, 20), 0.3))
 
 
 @pytest.mark.parametrize("output", [1, 2])
