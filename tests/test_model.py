@@ -191,26 +191,11 @@ def test_the_policy_and_the_early_head_teach_the_encoder(output):
     assert model.down[0].mlp.up.weight.grad.norm() > 1e-3
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
-def test_select_and_upsample_agree_with_loops(rate):
-    B, N, generator = 3, 37, torch.Generator().manual_seed(0)
-    X, a = torch.randn(B, N, 4), torch.rand(B, N, generator=generator) < rate
-    a[:, 0] = True
-    byte, token, positions, places = m.token_layout(a)
-    tokens = X.flatten(0, 1)[byte]
-    rows, back = m.in_rows(tokens, places, positions.shape), tokens[token]
-    assert rows.size(1) % m.TOKEN_MULTIPLE == 0 and rows.size(1) - a.sum(1).max() < m.TOKEN_MULTIPLE
-    for b in range(B):
-        own = [i for i in range(N) if a[b, i]]
-        assert positions[b, : len(own)].tolist() == own
-        assert torch.equal(rows[b, : len(own)], X[b, own])
-        for i in range(N):
-            assert torch.equal(back[b, i], X[b, max(t for t in own if t <= i)])
-
-
-@pytest.mark.parametrize("rates, T, places", [([0.05, 0.2, 0.3, 0.9], 64, 160), ([0.2], 16, 16)])
-def test_the_middle_sees_a_rows_own_tokens_at_their_bytes_positions(rates, T, places):
+@pytest.mark.parametrize("rates, T, places", [
+    ([0.05, 0.2, 0.3, 0.9], 64, 160), ([0.2], 16, 16), ([0.0] * 2, 16, 16), ([1.0] * 2, 80, 80)])
+def test_the_middle_sees_a_rows_own_tokens_at_their_bytes_positions(rates, T, places, monkeypatch):
     """Each row alone, without fillers, its rotary angles from the bytes' numbers; and gradients."""
+    monkeypatch.setattr(m, "TOKEN_MULTIPLE", 8)
     model, u = small_model(), torch.rand(4, 40, generator=torch.Generator().manual_seed(3))
     a = u[: len(rates)] < torch.tensor(rates)[:, None]
     a[:, 0] = True
