@@ -166,16 +166,8 @@ def test_a_training_step_takes_the_gradient_of_the_systems_own_loss(name, data, 
     assert {key: step[key] for key in expected} == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_weight_has_a_gradient_as_distributed_data_parallel_wants(name, toy_bpe):
-    model, (x, y) = small(name).train(), some_bytes(2, 40)
-    logp, _, l, a = model(x, y, torch.rand(1, 2, 40))
-    (model.boundary_loss(l, a) - logp.mean()).backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_system_trains_resumes_and_writes(name, toy_bpe, data, tmp_path):
+@pytest.mark.parametrize("name", ["bpe", "gumbel", "hnet"])
+def test_a_system_trains_resumes_and_writes(name, toy_bpe, data, tmp_path):
     flags = [*TINY, f"--data={data}", f"--boundaries={name}", f"--out_dir={tmp_path}/out"]
     train.main([*flags, f"--training_bytes={4 * 4 * 32}"])
     train.main([*flags, f"--training_bytes={8 * 4 * 32}", "--resume=True"])
