@@ -25,8 +25,7 @@ PROMPTS = {  # what the harness makes of them
     "lambada": ('He said "no.\n\nI saw', [" Ann"], 0)}
 
 
-@pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name, suffix", [*zip(ROWS, ["jsonl", "parquet"] * 2)])
 def test_prompts_are_those_of_the_harness(name, suffix, tmp_path):
     import datasets
     datasets.disable_progress_bars()
@@ -55,9 +54,8 @@ def byte_by_byte(model, item, context, answer):
 
 
 @pytest.mark.parametrize("boundaries", ["learned", "uniform"])
-@pytest.mark.parametrize("batch_size", [1, 3, 100])
-def test_scores_are_those_of_reading_byte_by_byte(boundaries, batch_size, monkeypatch):
-    monkeypatch.setattr(evaluate, "BATCH_SIZE", batch_size)
+def test_scores_are_those_of_reading_byte_by_byte(boundaries, monkeypatch):
+    monkeypatch.setattr(evaluate, "BATCH_SIZE", 3)
     torch.manual_seed(0)
     config = ModelConfig(seq_len=16, embedding_dim=16, num_heads=2, n_down_layers=1, n_mid_layers=1,
                          n_up_layers=1, attention_window=4, policy_window=2, policy_scale=1.0,
