@@ -52,16 +52,15 @@ def rule(name, text):
     return small(name).rule(x, None)[0, 1:].tolist()
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES} - {"bpe"}))
-@pytest.mark.parametrize("training", [True, False])
-def test_no_output_depends_on_a_later_byte_or_draw(name, training):
-    model, u = small(name).train(training), torch.rand(2, 40)
+@pytest.mark.parametrize("name", ["gumbel", "hnet"])
+def test_no_output_depends_on_a_later_byte_or_draw(name):
+    model, u = small(name).train(), torch.rand(2, 40)
     x = torch.tensor([[BOS, *b"hello_tokenization, hello_token. hellohe"[:39]],
                       [BOS, *b"he tokenization_token_hello! x hell he y"[:39]]])
     before = model.outputs(x, u)
     a = before[2].bool()
     assert a[:, 0].all()
-    assert name == "none" or not a.all()
+    assert not a.all()
     for i in 1, 17, 39:
         later_x, later_u = x.clone(), u.clone()
         later_x[:, i:] = later_x[:, i:].clamp(max=255) ^ 64  # letters become other characters
