@@ -1,4 +1,4 @@
-"""kill -9 before each write of train.py and prepare.py, then the same command: the same result.
+"""kill -9 before each write of train.py, then the same command or --resume: the same result.
 
 Run as a script, it does this in its folder, in forks: torch is imported once, and has no threads.
 """
@@ -20,9 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from conftest import ROOT, TINY
 
-PREPARE = ["prepare.py", "--dataset=files", "--input=texts", "--out_dir=data", "--seq_len=256",
-           "--val_fraction=0.2", "--shard_bytes=2048"]
-TRAIN = ["train.py", *TINY, "--data=data", "--out_dir=out", "--training_bytes=1536"]
+TRAIN = ["train.py", *TINY, "--out_dir=out", "--training_bytes=1536"]
 RESUME = ["train.py", "--out_dir=out", "--resume=True"]  # TRAIN saves at steps 4, 8 and 12
 CALLS = ("replace", "unlink", "truncate", "TextIOWrapper.truncate", "TextIOWrapper.write",
          "BufferedWriter.write")  # C functions that change files; and torch.save's:
@@ -50,10 +48,8 @@ def run(command, last=None):
     return process.exitcode
 
 
-def made(command):
-    """Everything that a command made, except what depends on the clock or on --resume."""
-    if command == PREPARE:
-        return {path.name: path.read_bytes() for path in Path("data").iterdir()}
+def made():
+    """Everything that the run made, except what depends on the clock or on --resume."""
     saved = torch.load("out/ckpt.pt")
     del saved["log_bytes"], saved["config"]["resume"]
     state = [z.numpy().tobytes() if isinstance(z, torch.Tensor) else z for z in tree_leaves(saved)]
@@ -61,31 +57,28 @@ def made(command):
     return state, [{k: v for k, v in r.items() if k != "bytes_per_second"} for r in records]
 
 
-def main():
-    Path("texts").mkdir()
-    for i in range(30):
-        Path(f"texts/{i}").write_text(f"{i} the quick brown fox jumps över the lazy dog\n" * 10)
-    for command, out in (PREPARE, "data"), (TRAIN, "out"):
-        assert run(command) == 0
-        undisturbed, kills = made(command), 0
-        for last in itertools.count(1):
-            shutil.rmtree(out)
-            ended = run(command, last)
-            kills += ended == -signal.SIGKILL
-            again = RESUME if command == TRAIN and Path("out/ckpt.pt").exists() else command
-            assert ended == 0 or run(again) == 0, (command[0], last)
-            assert made(command) == undisturbed, (command[0], last)
-            if ended == 0:
-                break
-        assert kills >= 5, (command[0], kills)
+def main(data):
+    command = [*TRAIN, f"--data={data}"]
+    assert run(command) == 0
+    undisturbed, kills = made(), 0
+    for last in itertools.count(1):
+        shutil.rmtree("out")
+        ended = run(command, last)
+        kills += ended == -signal.SIGKILL
+        again = RESUME if Path("out/ckpt.pt").exists() else command
+        assert ended == 0 or run(again) == 0, last
+        assert made() == undisturbed, last
+        if ended == 0:
+            break
+    assert kills >= 5
 
 
-def test_killed_at_any_moment_and_started_again_both_programs_end_as_if_nothing_had_been(tmp_path):
+def test_killed_at_any_moment_and_started_again_a_run_ends_as_if_nothing_had_been(data, tmp_path):
     path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    done = subprocess.run([sys.executable, __file__], cwd=tmp_path, capture_output=True, text=True,
-                          env=os.environ | {"PYTHONPATH": path})
+    done = subprocess.run([sys.executable, __file__, data], cwd=tmp_path, capture_output=True,
+                          text=True, env=os.environ | {"PYTHONPATH": path})
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
