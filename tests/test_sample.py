@@ -75,20 +75,11 @@ def shown(text, boundaries=()):
     return list(characters((b, i in boundaries, i / 100) for i, b in enumerate(text)))
 
 
-def test_a_character_of_several_bytes_is_shown_once_with_its_last_bytes_p():
-    expected = [("a", False, 0), ("é", True, 0.02), ("€", True, 0.05)]
-    assert shown("aé€".encode(), {1, 4}) == expected
-
-
 def test_bytes_that_are_not_utf8_are_shown_as_such():
     assert shown(b"a\xc3b\xff\xe2\x82", {1, 5}) == [
         ("a", False, 0), ("\ufffd", True, 0.01), ("b", False, 0.02), ("\ufffd", False, 0.03),
         ("\ufffd", True, 0.05)]
     assert shown(b"\xe2\x82\xc3\xa9", {2}) == [("\ufffd", False, 0.01), ("é", True, 0.03)]
-
-
-def test_control_characters_never_reach_the_terminal():
-    assert "".join(text for text, *_ in shown(b"\x1b[2J\x7f\t\n")) == "␛[2J\ufffd␉\n"
 
 
 def test_colour_goes_from_blue_to_yellow_with_p_on_a_terminal(monkeypatch):
