@@ -147,8 +147,8 @@ def test_a_scored_file_is_shown_unchanged_but_for_the_marks(trained, tmp_path, c
     assert f"{len(text)} bytes, " in out
 
 
-@pytest.mark.parametrize("text", [b"def main(argv):\n" * 4, "né € x".encode(), b"a\xff\xc3", b""])
-def test_the_tokens_of_a_text_are_its_bytes_cut_at_the_boundaries(text):
+def test_the_tokens_of_a_text_are_its_bytes_cut_at_the_boundaries():
+    text = b"def main(argv):\n" * 4 + "né € x".encode() + b"a\xff\xc3"
     model = small_model(seq_len=16).eval()
     torch.manual_seed(3)
     expected, token = [], b""

@@ -184,7 +184,7 @@ def test_loading_a_checkpoint_needs_no_other_import_than_model(data, tmp_path):
     assert done.stdout.startswith("Uniform("), done.stderr
 
 
-@pytest.mark.parametrize("name", ["learned", "gumbel", "hnet"])
+@pytest.mark.parametrize("name", ["learned", "gumbel"])
 def test_a_taught_model_reads_what_its_teacher_draws_and_is_no_larger(name, tmp_path):
     teacher, (x, y), u = small(name, policy_softcap=0.5), some_bytes(2, 40), torch.rand(1, 2, 40)
     saved = {"model": teacher.state_dict(), "config": vars(teacher.config)}
