@@ -284,7 +284,7 @@ def test_two_processes_give_the_gradient_of_one_and_their_blocks_compile_whole(t
     grads, graphs = torch.load(tmp_path / "results")
     for one, two in zip(gradients(slice(0, 4)), grads):
         torch.testing.assert_close(two, one, atol=1e-5, rtol=1e-4)
-    assert graphs == 4  # byte layers, token layers, heads, policy: DDPOptimizer cuts none
+    assert graphs == 4  # byte layers, token layers, heads, policy
 
 
 @pytest.mark.parametrize("K", [1, 2])
@@ -540,7 +540,6 @@ def test_a_damaged_or_malicious_checkpoint_is_refused(trained, tmp_path, capsys)
             capsys, f"--out_dir={tmp_path}", "--resume=True")
     torch.save({"config": Payload()}, path)
     assert "is damaged" in refused(capsys, f"--out_dir={tmp_path}", "--resume=True")
-    assert "executed" not in capsys.readouterr().out
     torch.save({"model": {}}, path)
     assert "is not a checkpoint of train.py" in refused(
         capsys, f"--out_dir={tmp_path}", "--resume=True")
