@@ -304,10 +304,11 @@ def main(argv):
             if missing := sorted(DEFAULTS.keys() - old.keys()):
                 values = ", ".join(f"{key}={DEFAULTS[key]}" for key in missing)
                 print(f"{checkpoint} does not set {values}; these defaults are used")
+            old = DEFAULTS | old
             for key in "seq_len", "num_heads", "muon_learning_rate":
                 if key in chosen and chosen[key] != old[key]:
                     fail(f"{key} cannot change when a run resumes; it was {old[key]}")
-            hp = SimpleNamespace(**DEFAULTS | old | chosen)
+            hp = SimpleNamespace(**old | chosen)
         elif checkpoint.exists():
             fail(f"{checkpoint} exists; continue it with --resume=True, or use another --out_dir")
         check(hp)
