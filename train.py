@@ -89,7 +89,7 @@ DEFAULTS = {key: value for key, value in list(globals().items())
 
 # ---- Losses. logp, R, G, A, l and a are (K, B, N), for all draws. Log-likelihoods are in nats.
 def mean_over_processes(z):
-    """The mean of a tensor over all processes. Every process must call this."""
+    """The mean of a tensor over all processes, in place. Every process must call this."""
     if dist.is_initialized():
         dist.all_reduce(z, dist.ReduceOp.AVG)
     return z
