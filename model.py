@@ -328,7 +328,7 @@ class Model(nn.Module):
     def run(self, blocks, x, positions=None, places=None):
         """Runs bytes x (B, N, D) at positions (N,), or tokens x (T, D) at positions (B, M).
 
-        Without positions, the bytes' begin at 0.
+        Without positions, bytes are numbered from 0.
         """
         if positions is None:
             positions = torch.arange(x.size(1), device=x.device)

@@ -463,6 +463,10 @@ def test_a_run_from_before_a_hyperparameter_existed_takes_its_default(trained, t
     train.main([f"--out_dir={tmp_path}/out", "--resume=True"])
     line = capsys.readouterr().out.splitlines()[0]
     assert "gamma=0.97, policy_scale=16.0" in line
+    del saved["config"]["seq_len"]
+    torch.save(saved, tmp_path / "out/ckpt.pt")
+    error = refused(capsys, f"--out_dir={tmp_path}/out", "--resume=True", "--seq_len=64")
+    assert "seq_len cannot change when a run resumes; it was 256" in error
     saved["config"]["temperature"] = 1.0
     torch.save(saved, tmp_path / "out/ckpt.pt")
     error = refused(capsys, f"--out_dir={tmp_path}/out", "--resume=True")
