@@ -270,6 +270,7 @@ def evaluate(model, shards, eval_rows, batch_size, autocast):
 def compile_model(model, **options):
     """Compiles the parts of the model in place. Layers of one kind share their compiled code."""
     torch._dynamo.config.specialize_float = True  # soft-caps become constants in dynamic graphs
+    torch._dynamo.config.optimize_ddp = False  # it cuts a large block into several graphs
     for part in model.modules():
         if isinstance(part, (Block, Policy, Head)):
             part.compile(dynamic=part in model.middle, **options)  # the number of tokens varies
@@ -329,7 +330,6 @@ def main(argv):
             dist.init_process_group("nccl", device_id=gpu)
         else:
             dist.init_process_group("gloo")
-        torch._dynamo.config.optimize_ddp = False  # it cuts a large block into several graphs
     torch.set_float32_matmul_precision("high")
     torch.use_deterministic_algorithms(device == "cpu")  # a resumed run repeats to the last bit
     torch.utils.deterministic.fill_uninitialized_memory = False

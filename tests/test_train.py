@@ -269,7 +269,8 @@ def one_of_two(rank, store, results):
 
     def wrap(model):
         train.compile_model(model, backend=counter)
-        return DistributedDataParallel(model)
+        dist._DEFAULT_FIRST_BUCKET_BYTES = 100  # so that even these small blocks could be cut
+        return DistributedDataParallel(model, bucket_cap_mb=1e-3)
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     grads = gradients(slice(2 * rank, 2 * rank + 2), wrap)
@@ -497,6 +498,13 @@ def test_weights_that_are_not_finite_are_not_saved(data, tmp_path, monkeypatch):
     with pytest.raises(FloatingPointError, match="step 1: a weight is not finite"):
         train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}", NEVER, "--warmup_bytes=0",
                     "--learning_rate=1e38", "--weight_decay=1e38"])
+    assert not (tmp_path / "ckpt.pt").exists()
+
+
+def test_weights_that_make_the_validation_loss_overflow_are_not_saved(data, tmp_path):
+    with pytest.raises(FloatingPointError, match="step 1: the validation loss is not finite"):
+        train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}", "--eval_interval=1",
+                    "--warmup_bytes=0", "--muon_learning_rate=1e30"])
     assert not (tmp_path / "ckpt.pt").exists()
 
 
