@@ -28,15 +28,15 @@ VOCAB_SIZE = 257
 ATTENTION_SOFTCAP = 50.0  # as in Gemma 2
 LOGIT_SOFTCAP = 30.0  # as in Gemma 2
 ROPE_BASE = 10000.0
-TOKEN_MULTIPLE = 16 if torch.cuda.is_available() else 8  # M is a multiple of it: aligned GPU loads
-T_MULTIPLE = 64  # T is a multiple of this, or B * M: products with odd sizes are slow
+TOKEN_MULTIPLE = 16 if torch.cuda.is_available() else 8  # M is rounded up to it: aligned GPU loads
+T_MULTIPLE = 64  # T is rounded up to it, or to B * M: products with odd sizes are slow
 
 
 @dataclass
 class ModelConfig:
     """The hyperparameters in train.py that the model needs; the defaults are the 147M model's.
 
-    Checkpoints from before a field existed load with its default.
+    An old checkpoint that lacks a field loads with its default.
     """
 
     seq_len: int = 4096  # bytes in a training row; the model also reads longer ones
@@ -95,6 +95,13 @@ def softcapped_attention(q, k, v, mask):
     return scores.softmax(-1).type_as(v) @ v
 
 
+def chunking(N, window):
+    """The size and the number of chunks, and how many before its own a query can see."""
+    window = min(window, N)
+    C = max(window // 2, 8)  # products smaller than 8 by 16 are slow
+    return C, math.ceil(N / C), math.ceil((window - 1) / C)
+
+
 def window_attention(q, k, v, window):
     """Causal attention to the last `window` positions over (B, heads, N, head_dim).
 
@@ -103,10 +110,7 @@ def window_attention(q, k, v, window):
     it that the window reaches, so all products are small and dense.
     """
     N = q.size(2)
-    window = min(window, N)
-    C = max(window // 2, 8)  # products smaller than 8 by 16 are slow
-    chunks = math.ceil(N / C)
-    back = math.ceil((window - 1) / C)  # how many chunks before its own a query can see
+    C, chunks, back = chunking(N, window)
     q = F.pad(q, (0, 0, 0, chunks * C - N)).unflatten(2, (chunks, C))
 
     def with_chunks_before(z):  # -> (B, heads, chunks, (back + 1) C, head_dim)
@@ -114,7 +118,7 @@ def window_attention(q, k, v, window):
         return torch.cat([z[:, :, i : i + chunks] for i in range(back + 1)], dim=3)
 
     i = torch.arange(C, device=q.device)[:, None] + back * C
-    j = torch.arange((back + 1) * C, device=q.device)  # is byte start + j - back C
+    j = torch.arange((back + 1) * C, device=q.device)  # key j is byte start + j - back C
     start = torch.arange(chunks, device=q.device)[:, None, None] * C
     mask = (j <= i) & (j > i - window) & (start + j >= back * C)  # (chunks, C, (back + 1) C)
     y = softcapped_attention(q, with_chunks_before(k), with_chunks_before(v), mask)
@@ -261,10 +265,10 @@ def token_layout(a):
     T is rounded up with filler tokens of byte 0. They lie after their row's own tokens, where
     causal attention hides them, and no byte reads them.
     """
-    byte = a.flatten().nonzero()[:, 0]  # waits for the GPU
+    byte = a.flatten().nonzero()[:, 0]  # the CPU waits for the GPU
     token = a.flatten().cumsum(0).view_as(a) - 1
     count = a.sum(1, keepdim=True)
-    M = math.ceil(int(count.max()) / TOKEN_MULTIPLE) * TOKEN_MULTIPLE  # waits for the GPU
+    M = math.ceil(int(count.max()) / TOKEN_MULTIPLE) * TOKEN_MULTIPLE  # the CPU waits for the GPU
     own = torch.arange(M, device=a.device) < count  # (B, M)
     T = min(math.ceil(len(byte) / T_MULTIPLE) * T_MULTIPLE, own.numel())
     places = (~own).flatten().int().argsort(stable=True)[:T]  # the tokens' places, then fillers'
@@ -322,11 +326,11 @@ class Model(nn.Module):
         nn.init.normal_(self.head.linear.weight, std=0.02)
         if learned:
             self.policy.initialize()
-        if learned and config.early_exit:
-            self.early_head = copy.deepcopy(self.head)  # W_early, eq. 14
+            if config.early_exit:
+                self.early_head = copy.deepcopy(self.head)  # W_early, eq. 14
 
     def run(self, blocks, x, positions=None, places=None):
-        """Runs bytes x (B, N, D) at positions (N,), or tokens x (T, D) at positions (B, M).
+        """Applies blocks to bytes x (B, N, D) at positions (N,), or tokens (T, D) at (B, M).
 
         Without positions, bytes are numbered from 0.
         """
@@ -363,28 +367,28 @@ class Model(nn.Module):
     def forward(self, x, y, u):
         """x, y (B, N), uniforms u (K, B, N) -> logp (K, B, N), early_logp (B, N), l, a (K, B, N).
 
-        x_0 is <bos>. logp is log p(y | x, a) in nats, and early_logp that of the early exit, or 0
-        without one. a is bool. Nothing at i depends on later bytes or decisions, except that
-        log p is that of y_i.
+        x_0 is <bos>, a is bool. logp_i is log p(y_i | x_0..x_i, a_0..a_i) in nats; early_logp is
+        the early exit's, or 0 without one. l_i and a_i depend on no later byte or decision either.
 
-        The first draw trains all layers. Further draws run without gradient, only to supply
-        rewards. Only a fraction `redrawn` of the rows, the first ones, is drawn again. The others
-        repeat their first draw, so that their advantage is 0.
+        Only the first draw's logp has a gradient: further draws are there for their rewards, and
+        run only from the middle on. l has a gradient for all draws. A fraction `redrawn` of the
+        rows, the first ones, is drawn again. The others repeat their first draw, so that their
+        advantage is 0.
         """
         X = self.encode(x)  # eq. 1
         l = self.policy(X)  # (B, N, 2^w), eq. 21-23
         p = l.detach().sigmoid()  # eq. 20
         p[:, 0] = 1.0  # <bos> is a token, so that every byte has one to read from
         a, history = draw(p, u)  # (K, B, N), eq. 2, 19
-        R = math.ceil(self.config.redrawn * len(x))  # rows that are drawn again
-        a[1:, R:] = a[0, R:]
-        history[1:, R:] = history[0, R:]
+        again = math.ceil(self.config.redrawn * len(x))  # rows that are drawn again
+        a[1:, again:] = a[0, again:]
+        history[1:, again:] = history[0, again:]
         l = l[None].take_along_dim(history, -1)[..., 0]
         logp = [self.head(self.predict(X, a[0]), y)]
         with torch.no_grad():
             for other in a[1:]:
-                other_logp = self.head(self.predict(X[:R], other[:R]), y[:R])
-                logp.append(torch.cat((other_logp, logp[0][R:])))
+                other_logp = self.head(self.predict(X[:again], other[:again]), y[:again])
+                logp.append(torch.cat((other_logp, logp[0][again:])))
         early_logp = torch.zeros_like(logp[0])
         if self.config.early_exit:
             early_logp = self.early_head(X, y)  # eq. 14
@@ -392,7 +396,7 @@ class Model(nn.Module):
 
 
 def inputs_and_targets(rows, device="cpu"):
-    """Rows (B, N) uint8 -> x, <bos> and all bytes but the last, and y, all bytes; int64."""
+    """Rows (B, N) uint8 -> x, y (B, N) int64: y is the rows; x is <bos> and then y."""
     y = torch.from_numpy(rows).to(device).long()
     return F.pad(y[:, :-1], (1, 0), value=BOS), y
 
@@ -404,7 +408,7 @@ def config_of(hyperparameters):
     missing = sorted(known - hyperparameters.keys())
     if missing:
         print(f"ModelConfig's defaults are used for {', '.join(missing)}", file=sys.stderr)
-    return ModelConfig(**{key: hyperparameters[key] for key in known - {*missing}})
+    return ModelConfig(**{key: hyperparameters[key] for key in known & hyperparameters.keys()})
 
 
 def make_model(config):

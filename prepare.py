@@ -6,9 +6,10 @@ Cuts text into rows of bytes that train.py can read.
     python prepare.py --dataset=fineweb --max_bytes=6e9
     python prepare.py --dataset=hf --hf_path=some/file.jsonl --text_column=content
 
-A document is cut into whole rows of --seq_len bytes; the remainder is left out. Its rows all go
-to train or all to val. They are stored end to end in data/<name>/train_00000.bin, val_00000.bin
-and so on.
+A document is cut into whole rows of --seq_len bytes, and the remainder is left out. (Of a document
+of fineweb, codeparrot or hf only the first row is kept, unless --split_documents is given.) All of
+its rows go to train, or all to val. They are stored end to end in data/<name>/train_00000.bin,
+val_00000.bin and so on.
 
 meta.json is written last, so a folder that has it is complete. Until then, progress.json records
 the progress. If the program is stopped, the same command continues from there and ends with the
@@ -132,7 +133,7 @@ def open_hf(options):
 
 
 def read_hf(dataset, state):
-    """Yields each document from the state's bookmark on, with its own bookmark."""
+    """Yields (document, bookmark) from the state's bookmark on; reading can resume at each."""
     column = state["options"]["text_column"]
     bookmark = state["bookmark"]
     try:
@@ -186,8 +187,8 @@ def write_documents(documents, folder, state):
     """Writes the rows of the documents, up to max_bytes, and the state about once per shard.
 
     A document goes to val if its 64-bit hash, divided by 2**64, is below val_fraction. But if a
-    split is still empty, the last document with rows goes there. If it is the only one, its last
-    val_fraction goes to val.
+    split is empty at the end, the last document with rows goes there. If that is the only one, its
+    last rows go to val, a val_fraction of them.
     """
     options = state["options"]
     seq_len = options["seq_len"]
@@ -293,7 +294,8 @@ def prepare(out_dir, options):
         documents = ((np.memmap(files[i], mode="r"), i)
                      for i in range(state["bookmark"], len(files)))
     if state.setdefault("source", source) != source:
-        fail(f"{out_dir} was begun with {state['source']}, now it is {source}; remove it")
+        fail(f"{out_dir} was begun with {state['source']}, but now the input is {source}; "
+             "remove the folder to start again")
     with one_line_errors():
         for split in SPLITS:
             for shard in map_shards(out_dir, split, state, 1)[-1:]:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from config.command_line import device_and_dtype
+from config.command_line import CHOICES, device_and_dtype
 from config.terminal import argument_parser, fail, marked, one_line_errors, whole_number
 from model import BOS, load_checkpoint, softcapped_attention
 
@@ -189,7 +189,7 @@ def main(argv=None):
     add("--top_k", type=whole_number, default=50,
         help="draw from this many likeliest bytes (%(default)s)")
     add("--seed", type=int, default=1337)
-    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+    add("--device", default="auto", choices=CHOICES["device"])
     options = parser.parse_args(argv)
     if not 0 <= options.temperature < math.inf:
         fail(f"--temperature={options.temperature} must be at least 0")

@@ -2,7 +2,7 @@
 Trains the byte-level language model in model.py, which learns where its tokens end.
 
     python train.py                            the quick run: a small model, Python source, laptop
-    python train.py config/x.py --gamma=0.9    a file overrides the values below, a flag the file
+    python train.py config/x.py --gamma=0.9    overrides values below; the last one counts
     python train.py --resume=True              continues from out_dir/ckpt.pt
     torchrun --standalone --nproc_per_node=8 train.py config/fineweb_147m.py     eight GPUs
 """
@@ -34,7 +34,7 @@ from model import (
     Block, Head, Policy, config_of, inputs_and_targets, load_weights, make_model, read_checkpoint)
 
 # ---- Hyperparameters. The values are the quick run's; config/ holds the paper's. ----------------
-# A flag has the type of its default: write 1.0, not 1, where 0.5 is allowed.
+# A flag is read in the type of its default: write a default as 1.0, not 1, if it may be 0.5.
 
 # files
 data = "data/stdlib"  # folder of shards made by prepare.py; this one is made on first use
@@ -56,7 +56,7 @@ policy_scale = 16.0  # S, eq. 22
 policy_softcap = 5.0  # eq. 23: keeps logits between -5 and 5, in training only
 # loss
 num_draws = 2  # K draws per row, each compared with the others; 1: the paper's estimator, eq. 15-17
-redrawn = 1 / 2  # fraction of rows drawn more than once; only these train the policy
+redrawn = 1 / 2  # fraction of rows that get all K draws; the others do not count in L_pi
 early_exit = False  # a second head predicts from X alone and gives the paper's baseline, eq. 14-15
 gamma = 0.97  # discount of later rewards, eq. 16; larger is noisier
 lambda_pi = 1e-2  # weight of the policy loss, eq. 27
@@ -65,7 +65,7 @@ lambda_early = 1e-1  # weight of the early exit's loss
 # optimizers
 training_bytes = 4_000_000  # length of the run
 effective_batch_size = 16  # rows in a training step, over all processes and micro-batches
-batch_size = 16  # micro-batch per process; eq. 17 and 24 average over it on all processes together
+batch_size = 16  # rows in a micro-batch of a process; eq. 17 and 24 average over all processes'
 learning_rate = 3e-3  # peak, after the warm-up; then falls to 0
 cosine = False  # learning rates fall along a cosine, as in the paper, not linearly
 muon_learning_rate = 6e-3  # peak for the blocks' matrices, trained by Muon; 0: AdamW trains all
@@ -112,13 +112,17 @@ def advantage(G):
     return (G - G.mean(0)) * K / (K - 1)  # G_k minus the mean G_j of the row's other draws
 
 
+def negative_log_pi(l, a):
+    """-log pi(a) in nats, for decisions a with logits l."""
+    return F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")
+
+
 def policy_loss(l, a, A):
     """L_pi, eq. 18: the mean of -log pi(a_i) A_i. Position 0 is forced and has no term.
 
     The mean includes rows drawn only once, where A = 0: L_pi is proportional to `redrawn`.
     """
-    negative_log_pi = F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")
-    return (negative_log_pi * A)[..., 1:].sum() / l.numel()
+    return (negative_log_pi(l, a) * A)[..., 1:].sum() / l.numel()
 
 
 def target_loss(l, target):
@@ -253,14 +257,14 @@ def evaluate(model, shards, eval_rows, batch_size, autocast):
     for batch in zip(x.split(batch_size), y.split(batch_size), u.split(batch_size, 1)):
         with autocast:
             logp, _, l, a = model(*batch)
-        outputs.append((-logp[0] / math.log(2), l[0], a[0].bool()))
+        outputs.append((-logp[0] / math.log(2), l[0], a[0]))
     model.train()
     bits, l, a = map(torch.cat, zip(*outputs))
     metrics = {
         "val_bpb": bits.mean(),
         "val_stderr": bits.mean(1).std() / math.sqrt(len(bits)),
         "val_rate": a.float().mean(),
-        "val_entropy": F.binary_cross_entropy_with_logits(l[:, 1:], a[:, 1:].float()),
+        "val_entropy": negative_log_pi(l[:, 1:], a[:, 1:]).mean(),
         **where_tokens_end(x, a)}
     shown = zip(x[0, 1:161].tolist(), a[0, 1:161].tolist(), l[0, 1:161].sigmoid().tolist())
     return {name: value.item() for name, value in metrics.items()}, list(shown)
@@ -270,7 +274,7 @@ def evaluate(model, shards, eval_rows, batch_size, autocast):
 def compile_model(model, **options):
     """Compiles the parts of the model in place. Layers of one kind share their compiled code."""
     torch._dynamo.config.specialize_float = True  # soft-caps become constants in dynamic graphs
-    torch._dynamo.config.optimize_ddp = False  # it cuts a large block into several graphs
+    torch._dynamo.config.optimize_ddp = False  # else DDP cuts a large block into several graphs
     for part in model.modules():
         if isinstance(part, (Block, Policy, Head)):
             part.compile(dynamic=part in model.middle, **options)  # the number of tokens varies
@@ -377,6 +381,7 @@ def main(argv):
     step_bytes = hp.effective_batch_size * hp.seq_len
     step = first_step = logged_step = saved.get("step", 0)
     rows_seen = saved.get("rows_seen", 0)
+    bytes_seen = rows_seen * hp.seq_len
     seconds = 0.0  # of training since the last log line
     early = [hp.eval_interval // n for n in (2, 4, 8)]  # more evaluations at first
     if rank == 0:
@@ -388,14 +393,13 @@ def main(argv):
     signal.signal(signal.SIGTERM, request_stop)  # from schedulers
 
     while True:
-        bytes_seen = rows_seen * hp.seq_len
         finished = bytes_seen >= hp.training_bytes
         stopping = torch.tensor(float(len(stop_signals)), device=device)
         stopping = mean_over_processes(stopping).item() > 0
         evaluating = step % hp.eval_interval == 0 or finished or step in early
         evaluating = evaluating and (step > first_step or not saved)
         if rank == 0 and evaluating:
-            rows = math.ceil(hp.redrawn * hp.batch_size)  # the redraw's batch size: no new graph
+            rows = math.ceil(hp.redrawn * hp.batch_size)  # a further draw's rows: no new graph
             metrics, shown = evaluate(model, val_shards, hp.eval_rows, rows, autocast)
             if not math.isfinite(metrics["val_bpb"]):
                 raise FloatingPointError(f"step {step}: the validation loss is not finite")
@@ -437,7 +441,7 @@ def main(argv):
             L, terms = losses(model, logp, early_logp, l, a, hp)
             scaler.scale(L / len(batches)).backward()
             if logging:
-                entropy = F.binary_cross_entropy_with_logits(l[0, :, 1:], a[0, :, 1:].float())
+                entropy = negative_log_pi(l[0, :, 1:], a[0, :, 1:]).mean()
                 flops = executed_flops(model, a) / x.numel() + muon_flops(muon) / step_bytes
                 terms = {"rate": a[0].float().mean(), "entropy": entropy, "flops_per_byte": flops,
                          **terms}
@@ -445,20 +449,20 @@ def main(argv):
                     totals[name] += value.detach() / len(batches)
 
         fall_ends = max(hp.training_bytes, hp.warmup_bytes)
-        scale = np.interp(bytes_seen, [hp.warmup_bytes, fall_ends], [1, 0])
+        fraction = np.interp(bytes_seen, [hp.warmup_bytes, fall_ends], [1, 0])
         if hp.cosine:
-            scale = (1 - math.cos(math.pi * scale)) / 2
-        scale *= min(bytes_seen / max(hp.warmup_bytes, 1), 1)
+            fraction = (1 - math.cos(math.pi * fraction)) / 2
+        fraction *= min(bytes_seen / max(hp.warmup_bytes, 1), 1)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * scale
+                group["lr"] = group["peak"] * fraction
             scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
         if math.isfinite(grad_norm):
             with autocast:  # Muon multiplies matrices
                 for optimizer in optimizers:
                     optimizer.step()
-        elif scaler.get_scale() <= 1:  # else float16 skips the step and lowers the scale
+        elif scaler.get_scale() <= 1:  # above 1, float16 has overflowed: skip the step
             raise FloatingPointError(f"step {step}: the gradient is not finite")
         scaler.update()
         model.zero_grad()
@@ -492,7 +496,7 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except FloatingPointError as error:
-        fail(f"{error}; use a smaller learning_rate or muon_learning_rate, or a longer "
+        fail(f"{error}; use a smaller learning_rate or muon_learning_rate, or a larger "
              "warmup_bytes. The last checkpoint, if any, is unchanged", code=1)
     except (inductor.InductorError, inductor.TritonMissing, inductor.GPUTooOldForTriton) as error:
         if stop_signals:  # Ctrl-C reaches the C++ compiler as well

@@ -2,11 +2,11 @@
 Trains systems that place boundaries in different ways on the same rows, and compares them.
 
     python -m experiments.compare --systems=learned,uniform,hnet --seeds=2 --training_bytes=20e6
-    python -m experiments.compare --systems=learned-w8,none config/x.py --gamma=0.9 --name=x
+    python -m experiments.compare --systems=learned,none config/x.py --gamma=0.9 --name=x
 
-A system is a value of train.py's --boundaries; learned-w8 also sets policy_window to 8. The
-configuration file and all other flags go to train.py. Finished runs are not repeated, and stopped
-runs continue. Writes to experiments/results/NAME/, from all runs in runs/ there:
+A system is a value of train.py's --boundaries. The configuration file and all other flags go to
+train.py. Finished runs are not repeated, and stopped runs continue. Writes to
+experiments/results/NAME/, from all runs in its folder runs/:
 
     evaluations.jsonl   one line per evaluation
     table.md            means over seeds of the last evaluations
@@ -14,7 +14,6 @@ runs continue. Writes to experiments/results/NAME/, from all runs in runs/ there
 """
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -57,26 +56,12 @@ def save_figure(axes, path):
     plt.close(axes.figure)
 
 
-def boundaries_and_window(system):
-    """"learned-w8" -> ("learned", "8"), and "learned" -> ("learned", None)."""
-    return re.fullmatch(r"(.*?)(?:-w(\d+))?", system).groups()
-
-
-def order(system):
-    """A key that sorts systems as in NAMES, each before its variants."""
-    boundaries, _ = boundaries_and_window(system)
-    return NAMES.index(boundaries), system
-
-
 # ---- Training.
 def hyperparameters(system, seed, arguments):
     """The flags of train.py for a run of the system, and the hyperparameters they give."""
-    boundaries, window = boundaries_and_window(system)
-    if boundaries not in NAMES:
-        fail(f"unknown system '{system}'; choose from {', '.join(NAMES)}, learned-w8, ...")
-    flags = [*arguments, f"--boundaries={boundaries}", f"--seed={seed}"]
-    if window:
-        flags.append(f"--policy_window={window}")
+    if system not in NAMES:
+        fail(f"unknown system '{system}'; choose from {', '.join(NAMES)}")
+    flags = [*arguments, f"--boundaries={system}", f"--seed={seed}"]
     hp = SimpleNamespace(**DEFAULTS | read_command_line(flags, DEFAULTS))
     check(hp)
     return flags, hp
@@ -191,7 +176,7 @@ def write(results):
     for path in sorted(results.glob("runs/*-*")):
         system, _ = path.name.rsplit("-", 1)
         runs.setdefault(system, []).append(read_run(path))
-    runs = {system: runs[system] for system in sorted(runs, key=order)}
+    runs = {system: runs[system] for system in sorted(runs, key=NAMES.index)}
     with open(results / "evaluations.jsonl", "w") as file:
         for evaluations in sum(runs.values(), []):
             for e in evaluations:

@@ -5,7 +5,7 @@ from itertools import compress
 
 import torch
 
-from model import T_MULTIPLE, TOKEN_MULTIPLE
+from model import T_MULTIPLE, TOKEN_MULTIPLE, chunking
 
 
 def count_matrix_parameters(model):
@@ -30,10 +30,9 @@ def executed_flops(model, a):
     D = config.embedding_dim
     _, B, N = a.shape
     before, middle, after = count_matrix_parameters(model)
-    window = min(config.attention_window, N)
-    C = max(window // 2, 8)  # as in model.window_attention
-    queries = math.ceil(N / C) * C
-    keys = (1 + math.ceil((window - 1) / C)) * C  # of each query
+    C, chunks, back = chunking(N, config.attention_window)
+    queries = chunks * C
+    keys = (1 + back) * C  # of each query
     byte_attention = 2 * queries * keys * D  # multiply-adds in a layer's two products, for a row
 
     def predict(counts):

@@ -6,7 +6,7 @@ Where tokens start to pay: trains systems with equal FLOPs, for several model sh
 
 Each run reads as many bytes as its FLOPs allow, and its learning rate falls to 0 at the end of
 them. A shape is any flags of train.py; other flags go to all runs. Finished runs are not repeated,
-and stopped runs continue. Writes to experiments/results/NAME/, from all runs in runs/ there:
+and stopped runs continue. Writes to experiments/results/NAME/, from all runs in its folder runs/:
 
     runs.jsonl            the last evaluation of each run
     table.md              means over seeds
@@ -91,7 +91,8 @@ def write(results):
     (results / "table.md").write_text(table(head, rows))
 
     _, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for system, style in zip(sorted(best, key=compare.order), plt.rcParams["axes.prop_cycle"]()):
+    systems = sorted(best, key=compare.NAMES.index)
+    for system, style in zip(systems, plt.rcParams["axes.prop_cycle"]()):
         axes.plot(*zip(*best[system].items()), **style, label=system)
     axes.set(xscale="log", xlabel="training FLOPs", ylabel="validation bits per byte")
     save_figure(axes, results / "flops")

@@ -89,11 +89,11 @@ class EveryByte(Fixed):
 
 
 class BPE(Fixed):
-    """The tokens of each row, each mark shifted right by one so that it is never on an unread byte.
+    """GPT-4o's tokens. Each ends one byte late, on the byte that follows it.
 
-    The marks still look ahead, because where a token ends depends on the bytes after it:
-    "the unbel|ievers" but "the unbelievable". So a mark carries information about later bytes, and
-    the bits per byte are not a code length. In generated text a mark depends on the bytes so far.
+    The boundaries still look ahead, because they can depend on bytes even further on: "the
+    unbel|ievers" but "the unbelievable". So they carry information about later bytes, and the bits
+    per byte are not a code length. In generated text they depend on the bytes so far.
     """
 
     def __init__(self, config):
@@ -145,7 +145,7 @@ class Taught(Fixed):
     @torch.no_grad()
     def rule(self, x, u):
         _, _, _, a = self.teacher[0].to(x.device)(x, x, u[None])
-        return a[0].bool()
+        return a[0]
 
 
 def mean_pool(X, a, M):

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from experiments import diagram, figures, page
+from experiments import figures, page
 from model import load_checkpoint
 from sample import scored
 
@@ -96,9 +96,7 @@ def test_a_page_shows_a_text_or_generates_one_and_is_small(trained, tmp_path, ca
     (page, ["--out_dir={trained}", "--html={tmp}/b"], "--score --start is required"),
     (figures, ["--watch={tmp}/none"], "No such file"),
     (figures, ["--watch={tmp}/a"], "holds no evaluations"),
-    (figures, ["--name=none/such"], "there are no runs"),
-    (diagram, ["{trained}/ckpt.pt", "{tmp}/b", "--text=x"], "two bytes"),
-    (diagram, ["{trained}/ckpt.pt", "{tmp}/b", "--text=né"], "ascii")])
+    (figures, ["--name=none/such"], "there are no runs")])
 def test_mistakes_give_one_line(script, arguments, message, trained, tmp_path, capsys):
     (tmp_path / "a").write_text('{"step": 20}\n{"step": 2')
     with pytest.raises(SystemExit) as stopped:
@@ -177,16 +175,3 @@ def test_the_first_run_of_each_system_is_drawn_on_the_first_validation_row(
     assert "".join(text for *_, text in cells(made)[0]) == row.replace("\n", "⏎\n")
     for name in "boundaries.svg", "entropy.png", "entropy.svg":
         assert (tmp_path / "x" / name).stat().st_size > 1000
-
-
-def test_the_diagram_shows_both_draws_and_the_advantage_of_the_first(trained):
-    a = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 0]]).bool()
-    logp, G = -torch.ones(2, 4), torch.tensor([-3.0, -4.5])
-    svg = diagram.picture("a<c ", a, logp, G)
-    ElementTree.fromstring(svg)
-    assert svg.count('class="end"') == 5 and svg.count('class="inside"') == 3
-    assert svg.count('class="way"') == 2 and "= +1.5<" in svg and "draw 1 likelier" in svg
-    assert "draw 1 less likely" in diagram.picture("a<c ", a, logp, G.flip(0))
-    model, _ = load_checkpoint(trained / "ckpt.pt")
-    _, logp, G = diagram.two_draws(model, "a<c ", 0.5)
-    torch.testing.assert_close(G, logp[:, 1] + logp[:, 2] / 2 + logp[:, 3] / 4)

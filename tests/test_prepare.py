@@ -275,9 +275,9 @@ def test_a_set_is_not_mixed_with_other_options_or_files(documents, tmp_path, cap
     before = contents(out)
     os.truncate(path, 1029)
     line = error_of(capsys, *small(tmp_path))
-    assert "20 files, 20600 bytes, now it is 20 files, 20599 bytes" in line
+    assert "20 files, 20600 bytes, but now the input is 20 files, 20599 bytes" in line
     path.unlink()
-    assert "now it is 19 files" in error_of(capsys, *small(tmp_path))
+    assert "now the input is 19 files" in error_of(capsys, *small(tmp_path))
     path.write_bytes(documents[7])
     for _ in "interrupted", "complete":
         assert contents(out) == before
