@@ -164,7 +164,7 @@ def learning(records):
 def main(argv=None):
     parser = argument_parser(__doc__)
     add = parser.add_argument
-    add("checkpoints", nargs="*", help="instead of each system's run of lowest seed")
+    add("checkpoints", nargs="*", help="instead of the first run of each system")
     add("--name", default="try", help="folder of results (%(default)s)")
     add("--text", metavar="FILE", help="show this text instead of the first validation row")
     add("--watch", metavar="LOG", help="show how this run learned instead")
