@@ -396,7 +396,7 @@ class Model(nn.Module):
 
 
 def inputs_and_targets(rows, device="cpu"):
-    """Rows (B, N) uint8 -> x, y (B, N) int64: y is the rows; x is <bos> and then y."""
+    """Rows (B, N) uint8 -> x, y (B, N) int64: y is the rows; x is <bos>, then y's start."""
     y = torch.from_numpy(rows).to(device).long()
     return F.pad(y[:, :-1], (1, 0), value=BOS), y
 

@@ -7,9 +7,9 @@ Cuts text into rows of bytes that train.py can read.
     python prepare.py --dataset=hf --hf_path=some/file.jsonl --text_column=content
 
 A document is cut into whole rows of --seq_len bytes, and the remainder is left out. (Of a document
-of fineweb, codeparrot or hf only the first row is kept, unless --split_documents is given.) All of
-its rows go to train, or all to val. They are stored end to end in data/<name>/train_00000.bin,
-val_00000.bin and so on.
+of fineweb, codeparrot or hf only the first row is kept, unless --split_documents is given.) All
+rows of a document go to train, or all to val. They are stored end to end in
+data/<name>/train_00000.bin, val_00000.bin and so on.
 
 meta.json is written last, so a folder that has it is complete. Until then, progress.json records
 the progress. If the program is stopped, the same command continues from there and ends with the
@@ -188,7 +188,7 @@ def write_documents(documents, folder, state):
 
     A document goes to val if its 64-bit hash, divided by 2**64, is below val_fraction. But if a
     split is empty at the end, the last document with rows goes there. If that is the only one, its
-    last rows go to val, a val_fraction of them.
+    last rows go to val: the fraction val_fraction, but at least one.
     """
     options = state["options"]
     seq_len = options["seq_len"]

@@ -2,7 +2,7 @@
 Trains the byte-level language model in model.py, which learns where its tokens end.
 
     python train.py                            the quick run: a small model, Python source, laptop
-    python train.py config/x.py --gamma=0.9    overrides values below; the last one counts
+    python train.py config/x.py --gamma=0.9    files and flags override the values below, in order
     python train.py --resume=True              continues from out_dir/ckpt.pt
     torchrun --standalone --nproc_per_node=8 train.py config/fineweb_147m.py     eight GPUs
 """
@@ -56,7 +56,7 @@ policy_scale = 16.0  # S, eq. 22
 policy_softcap = 5.0  # eq. 23: keeps logits between -5 and 5, in training only
 # loss
 num_draws = 2  # K draws per row, each compared with the others; 1: the paper's estimator, eq. 15-17
-redrawn = 1 / 2  # fraction of rows that get all K draws; the others do not count in L_pi
+redrawn = 1 / 2  # fraction of rows with all K draws; the others have no advantage
 early_exit = False  # a second head predicts from X alone and gives the paper's baseline, eq. 14-15
 gamma = 0.97  # discount of later rewards, eq. 16; larger is noisier
 lambda_pi = 1e-2  # weight of the policy loss, eq. 27
@@ -65,7 +65,7 @@ lambda_early = 1e-1  # weight of the early exit's loss
 # optimizers
 training_bytes = 4_000_000  # length of the run
 effective_batch_size = 16  # rows in a training step, over all processes and micro-batches
-batch_size = 16  # rows in a micro-batch of a process; eq. 17 and 24 average over all processes'
+batch_size = 16  # micro-batch of one process; eq. 17 and 24 average over one from each process
 learning_rate = 3e-3  # peak, after the warm-up; then falls to 0
 cosine = False  # learning rates fall along a cosine, as in the paper, not linearly
 muon_learning_rate = 6e-3  # peak for the blocks' matrices, trained by Muon; 0: AdamW trains all

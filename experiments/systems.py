@@ -89,7 +89,7 @@ class EveryByte(Fixed):
 
 
 class BPE(Fixed):
-    """GPT-4o's tokens. Each ends one byte late, on the byte that follows it.
+    """GPT-4o's tokens. Each ends one byte late, since that byte shows that it has ended.
 
     The boundaries still look ahead, because they can depend on bytes even further on: "the
     unbel|ievers" but "the unbelievable". So they carry information about later bytes, and the bits
