@@ -34,7 +34,7 @@ from model import (
     Block, Head, Policy, config_of, inputs_and_targets, load_weights, make_model, read_checkpoint)
 
 # ---- Hyperparameters. The values are the quick run's; config/ holds the paper's. ----------------
-# A flag is read in the type of its default: write a default as 1.0, not 1, if it may be 0.5.
+# A flag takes the type of its default here, so write 1.0, not 1, where 0.5 should be allowed.
 
 # files
 data = "data/stdlib"  # folder of shards made by prepare.py; this one is made on first use
@@ -449,7 +449,7 @@ def main(argv):
                     totals[name] += value.detach() / len(batches)
 
         fall_ends = max(hp.training_bytes, hp.warmup_bytes)
-        fraction = np.interp(bytes_seen, [hp.warmup_bytes, fall_ends], [1, 0])
+        fraction = np.interp(bytes_seen, [hp.warmup_bytes, fall_ends], [1, 0])  # of the peak
         if hp.cosine:
             fraction = (1 - math.cos(math.pi * fraction)) / 2
         fraction *= min(bytes_seen / max(hp.warmup_bytes, 1), 1)

@@ -232,8 +232,10 @@ def test_no_output_depends_on_a_later_byte_or_decision():
 
 
 def test_k_draws_of_a_row_are_k_passes_of_which_the_first_has_the_gradient():
-    model, (x, y), u = small_model(), some_bytes(2, 40), torch.rand(3, 2, 40)
+    """Half of the rows are drawn again; the others repeat their first draw."""
+    model, (x, y), u = small_model(redrawn=0.5), some_bytes(4, 40), torch.rand(3, 4, 40)
     logp, early_logp, l, a = model(x, y, u)
+    u[1:, 2:] = u[0, 2:]
     for k in range(3):
         alone = model(x, y, u[k : k + 1])
         for one, other in zip((logp[k], early_logp, l[k], a[k]), (alone[0][0], *alone[1:])):
