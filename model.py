@@ -96,7 +96,7 @@ def softcapped_attention(q, k, v, mask):
 
 
 def chunking(N, window):
-    """The size and the number of chunks, and how many before its own a query can see."""
+    """The size of a chunk, the number of chunks, and how many earlier chunks a query can see."""
     window = min(window, N)
     C = max(window // 2, 8)  # products smaller than 8 by 16 are slow
     return C, math.ceil(N / C), math.ceil((window - 1) / C)

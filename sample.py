@@ -29,8 +29,8 @@ from model import BOS, load_checkpoint, softcapped_attention
 class Cache:
     """Replaces Attention.attend during generation: keeps the keys and values of one layer.
 
-    Each call brings one new position for some of the rows. Before it, generate sets `rows` (R,)
-    and `position` (R,) or (1,), the number of positions that each of them has already. With a
+    Each call brings one new position for some of the rows. Before it, generate sets `rows` (R,),
+    their numbers, and `position` (R,) or (1,), how many positions they already have. With a
     window, the newest position overwrites the oldest one.
     """
 
@@ -123,7 +123,7 @@ def generate_without_cache(model, x, max_new_bytes, temperature, top_k):
     """The same for the other systems. Each byte costs a pass over all bytes before it."""
     B, N = x.shape
     u = torch.rand(B, N + max_new_bytes).to(x.device)
-    shown = 1  # <bos> is not
+    shown = 1  # positions already yielded; <bos> never is
     for _ in range(max_new_bytes + 1):
         Z, l, a = model.outputs(x, u[:, : x.size(1)])
         nats = -model.head(Z[:, :-1], x[:, 1:])

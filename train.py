@@ -56,7 +56,7 @@ policy_scale = 16.0  # S, eq. 22
 policy_softcap = 5.0  # eq. 23: keeps logits between -5 and 5, in training only
 # loss
 num_draws = 2  # K draws per row, each compared with the others; 1: the paper's estimator, eq. 15-17
-redrawn = 1 / 2  # fraction of rows with all K draws; the others have no advantage
+redrawn = 1 / 2  # fraction of rows drawn K times; the others have no part in L_pi
 early_exit = False  # a second head predicts from X alone and gives the paper's baseline, eq. 14-15
 gamma = 0.97  # discount of later rewards, eq. 16; larger is noisier
 lambda_pi = 1e-2  # weight of the policy loss, eq. 27
@@ -65,7 +65,7 @@ lambda_early = 1e-1  # weight of the early exit's loss
 # optimizers
 training_bytes = 4_000_000  # length of the run
 effective_batch_size = 16  # rows in a training step, over all processes and micro-batches
-batch_size = 16  # micro-batch of one process; eq. 17 and 24 average over one from each process
+batch_size = 16  # rows in a micro-batch; eq. 17 and 24 average over one of each process
 learning_rate = 3e-3  # peak, after the warm-up; then falls to 0
 cosine = False  # learning rates fall along a cosine, as in the paper, not linearly
 muon_learning_rate = 6e-3  # peak for the blocks' matrices, trained by Muon; 0: AdamW trains all
@@ -83,8 +83,8 @@ dtype = "auto"  # "auto", "float32", "bfloat16" or "float16" (with a GradScaler;
 compile = True  # torch.compile the model
 seed = 1337  # of the weights, the order of rows and the draws
 
-DEFAULTS = {key: value for key, value in list(globals().items())
-            if type(value) in (int, float, bool, str) and key.islower() and key[0] != "_"}
+DEFAULTS = {key: value for key, value in globals().items()
+            if type(value) in (int, float, bool, str) and key[0] != "_"}
 
 
 # ---- Losses. logp, R, G, A, l and a are (K, B, N), for all draws. Log-likelihoods are in nats.
@@ -120,7 +120,7 @@ def negative_log_pi(l, a):
 def policy_loss(l, a, A):
     """L_pi, eq. 18: the mean of -log pi(a_i) A_i. Position 0 is forced and has no term.
 
-    The mean includes rows drawn only once, where A = 0: L_pi is proportional to `redrawn`.
+    Rows drawn only once count in the mean with A = 0, so L_pi is proportional to `redrawn`.
     """
     return (negative_log_pi(l, a) * A)[..., 1:].sum() / l.numel()
 
@@ -261,13 +261,13 @@ def evaluate(model, shards, eval_rows, batch_size, autocast):
     model.train()
     bits, l, a = map(torch.cat, zip(*outputs))
     metrics = {
-        "val_bpb": bits.mean(),
-        "val_stderr": bits.mean(1).std() / math.sqrt(len(bits)),
-        "val_rate": a.float().mean(),
-        "val_entropy": negative_log_pi(l[:, 1:], a[:, 1:]).mean(),
+        "val_bpb": bits.mean().item(),
+        "val_stderr": bits.mean(1).std().item() / math.sqrt(len(bits)),
+        "val_rate": a.float().mean().item(),
+        "val_entropy": negative_log_pi(l[:, 1:], a[:, 1:]).mean().item(),
         **where_tokens_end(x, a)}
     shown = zip(x[0, 1:161].tolist(), a[0, 1:161].tolist(), l[0, 1:161].sigmoid().tolist())
-    return {name: value.item() for name, value in metrics.items()}, list(shown)
+    return metrics, list(shown)
 
 
 # ---- The program. hp holds the hyperparameters above, after configuration files and flags.
@@ -306,14 +306,16 @@ def main(argv):
             old = saved["config"]
             if unknown := sorted(old.keys() - DEFAULTS.keys()):
                 fail(f"{checkpoint} sets {', '.join(unknown)}, which train.py does not know")
-            if missing := sorted(DEFAULTS.keys() - old.keys()):
-                values = ", ".join(f"{key}={DEFAULTS[key]}" for key in missing)
-                print(f"{checkpoint} does not set {values}; these defaults are used")
+            for key in sorted(DEFAULTS.keys() - old.keys()):
+                print(f"{checkpoint} does not set {key}; it is now {DEFAULTS[key]}, the default")
             old = DEFAULTS | old
-            for key in "seq_len", "num_heads", "muon_learning_rate":
-                if key in chosen and chosen[key] != old[key]:
-                    fail(f"{key} cannot change when a run resumes; it was {old[key]}")
             hp = SimpleNamespace(**old | chosen)
+            for key in "seq_len", "num_heads":
+                if vars(hp)[key] != old[key]:
+                    fail(f"{key} cannot change when a run resumes; it was {old[key]}")
+            if (hp.muon_learning_rate > 0) != (old["muon_learning_rate"] > 0):
+                fail("muon_learning_rate cannot change from or to 0 when a run resumes; it was "
+                     f"{old['muon_learning_rate']}")
         elif checkpoint.exists():
             fail(f"{checkpoint} exists; continue it with --resume=True, or use another --out_dir")
         check(hp)
@@ -358,7 +360,7 @@ def main(argv):
                  "and data on a disk that all of them share")
 
     # ---- model
-    model.to(device).train()
+    model.to(device)
     compiled = hp.compile and device != "mps"
     if compiled:
         compile_model(model)
@@ -395,16 +397,15 @@ def main(argv):
     while True:
         finished = bytes_seen >= hp.training_bytes
         stopping = torch.tensor(float(len(stop_signals)), device=device)
-        stopping = mean_over_processes(stopping).item() > 0
+        stopping = mean_over_processes(stopping) > 0
         evaluating = step % hp.eval_interval == 0 or finished or step in early
         evaluating = evaluating and (step > first_step or not saved)
         if rank == 0 and evaluating:
-            rows = math.ceil(hp.redrawn * hp.batch_size)  # a further draw's rows: no new graph
+            rows = math.ceil(hp.redrawn * hp.batch_size)  # a second draw's: nothing new to compile
             metrics, shown = evaluate(model, val_shards, hp.eval_rows, rows, autocast)
             if not math.isfinite(metrics["val_bpb"]):
                 raise FloatingPointError(f"step {step}: the validation loss is not finite")
-            line = [(byte, int(a), round(p, 2)) for byte, a, p in shown]
-            record = {"step": step, "bytes": bytes_seen, **metrics, "line": line}
+            record = {"step": step, "bytes": bytes_seen, **metrics, "line": shown}
             print(json.dumps(record), file=log)
             print(f"step {step} val {metrics['val_bpb']:.3f} bits/byte, "
                   f"rate {metrics['val_rate']:.3f} | "
@@ -435,7 +436,7 @@ def main(argv):
         logging = step % hp.log_interval == 0
         totals = Counter()
         for i, (x, y, u) in enumerate(batches):
-            net.require_backward_grad_sync = i == len(batches) - 1  # DDP: once per training step
+            net.require_backward_grad_sync = i == len(batches) - 1  # DDP averages after the last
             with autocast:
                 logp, early_logp, l, a = net(x, y, u)
             L, terms = losses(model, logp, early_logp, l, a, hp)
@@ -448,11 +449,10 @@ def main(argv):
                 for name, value in terms.items():
                     totals[name] += value.detach() / len(batches)
 
-        fall_ends = max(hp.training_bytes, hp.warmup_bytes)
-        fraction = np.interp(bytes_seen, [hp.warmup_bytes, fall_ends], [1, 0])  # of the peak
-        if hp.cosine:
+        turns = [0, hp.warmup_bytes, max(hp.warmup_bytes, hp.training_bytes)]
+        fraction = np.interp(bytes_seen, turns, [0, 1, 0])  # of the peak learning rate
+        if hp.cosine and bytes_seen > hp.warmup_bytes:
             fraction = (1 - math.cos(math.pi * fraction)) / 2
-        fraction *= min(bytes_seen / max(hp.warmup_bytes, 1), 1)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * fraction
@@ -483,12 +483,13 @@ def main(argv):
             logged_step, seconds = step, 0.0
 
     if rank == 0 and finished:
-        print(f"done; generate text with: python sample.py --out_dir={hp.out_dir}")
+        print(f"done; generate text with: python sample.py --out_dir={checkpoint.parent}")
     elif rank == 0:
-        print(f"stopped after step {step}; continue with --resume=True")
+        print(f"stopped after step {step}; continue with --resume=True "
+              f"--out_dir={checkpoint.parent}")
     if world > 1:
         dist.barrier()
-        os._exit(0)  # gloo's threads need Python to free a tensor, and abort once it has ended
+        os._exit(0)  # a normal exit may abort: gloo's threads can outlive Python
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def finished_run(out_dir, hp):
 def training_step(hp, model, shards, timed=lambda name, function: function):
     """A function that does a training step as train.py does, and returns its boundaries a.
 
-    timed(name, function) replaces the pieces of the step that are not the model's.
+    Pieces of the step outside the model are called through timed(name, function).
     """
     model.to(hp.device).train()
     if hp.compile:
@@ -104,6 +104,7 @@ def compare_steps(title, settings):
             if turn:  # the first one compiles
                 times[name].append(duration / a[0].numel())
     last = [*settings][-1]
+    width = max(map(len, settings))
     print(f"{title}; the last column is the time per byte, relative to {last}")
     for name, step in steps.items():
         a = step()
@@ -114,7 +115,7 @@ def compare_steps(title, settings):
         low, middle, high = statistics.quantiles(times[name], n=4)
         spread = (high - low) / 2 / middle
         ratio = statistics.median(t / r for t, r in zip(times[name], times[last]))
-        print(f"  {name:20} {1e-3 / middle:8.1f} kB/s +- {spread:4.0%} "
+        print(f"  {name:{width}} {1e-3 / middle:8.1f} kB/s +- {spread:4.0%} "
               f"{1e3 * bytes_per_step * middle:8.1f} ms {flops / 1e9:8.1f} GFLOP "
               f"{flops / bytes_per_step / middle / 1e12:6.2f} TFLOP/s {ratio:6.2f}")
 

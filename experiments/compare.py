@@ -10,7 +10,7 @@ experiments/results/NAME/, from all runs in its folder runs/:
 
     evaluations.jsonl   one line per evaluation
     table.md            means over seeds of the last evaluations
-    loss.png, loss.svg  bits per byte over FLOPs: the paper's Figures 3 and 4
+    loss.svg            bits per byte over FLOPs: the paper's Figures 3 and 4
 """
 import json
 import os
@@ -48,11 +48,10 @@ def table(head, rows):
 
 
 def save_figure(axes, path):
-    """Adds a legend and a grid, and writes path.png and path.svg."""
+    """Adds a legend and a grid, and writes the figure."""
     axes.legend(frameon=False)
     axes.grid(alpha=0.2)
-    for suffix in (".png", ".svg"):
-        axes.figure.savefig(path.with_suffix(suffix), dpi=150)
+    axes.figure.savefig(path)
     plt.close(axes.figure)
 
 
@@ -72,7 +71,8 @@ def check_unchanged(out_dir, hp):
     checkpoint = out_dir / "ckpt.pt"
     if not checkpoint.exists():
         return
-    old = DEFAULTS | read_checkpoint(checkpoint)["config"]
+    with one_line_errors():
+        old = DEFAULTS | read_checkpoint(checkpoint)["config"]
     for key, value in vars(hp).items():
         if key not in ("out_dir", "resume", "device", "compile") and value != old[key]:
             fail(f"{out_dir} was trained with {key}={old[key]!r}, not {value!r}; "
@@ -185,7 +185,7 @@ def write(results):
             "tokens ending between words", "training FLOPs", "minutes"]
     rows = [table_row(system, runs[system]) for system in runs]
     (results / "table.md").write_text(table(head, rows))
-    draw_loss(runs, results / "loss")
+    draw_loss(runs, results / "loss.svg")
 
 
 def main(argv=None):

@@ -7,7 +7,7 @@ Draws what runs of compare.py or other checkpoints learned, or how a single run 
 
 The first two write these files into experiments/results/NAME/:
     boundaries.html, boundaries.svg  boundaries in the same validation text (Figures 2, 5-12)
-    entropy.png, entropy.svg         mean -log pi(a_i) during training, in nats (Figure 13)
+    entropy.svg                      mean -log pi(a_i) during training, in nats (Figure 13)
 The third writes these beside the log:
     watch.html                       validation text at every evaluation, with a slider
     watch.svg                        its first characters near 0, 0.5 and 1 MB and at the end
@@ -203,7 +203,7 @@ def main(argv=None):
     shown = [(label, list(characters(step[:3] for step in steps))) for label, steps in texts]
     write(results / "boundaries.svg", picture(shown, columns=100))
     if logs:
-        draw_entropy(logs, results / "entropy")
+        draw_entropy(logs, results / "entropy.svg")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@ import math
 from collections import Counter
 from itertools import compress
 
-import torch
-
 from model import T_MULTIPLE, TOKEN_MULTIPLE, chunking
 
 
@@ -40,7 +38,7 @@ def executed_flops(model, a):
         rows = counts.size(-1)
         M = (counts.amax(-1) / TOKEN_MULTIPLE).ceil() * TOKEN_MULTIPLE
         T = (counts.sum(-1) / T_MULTIPLE).ceil() * T_MULTIPLE
-        T = torch.minimum(T, rows * M)
+        T = T.minimum(rows * M)
         token_attention = 2 * M**2 * D
         attention = config.n_mid_layers * token_attention + config.n_up_layers * byte_attention
         return middle * T + rows * (after * N + attention)
@@ -101,4 +99,4 @@ def where_tokens_end(x, a):
         counts.update(compress(places, ends))
     total = max(counts.total(), 1)
     names = "ends_before", "ends_between", "ends_after", "ends_within"
-    return {name: torch.tensor(counts[name] / total) for name in names}
+    return {name: counts[name] / total for name in names}

@@ -8,9 +8,9 @@ Each run reads as many bytes as its FLOPs allow, and its learning rate falls to 
 them. A shape is any flags of train.py; other flags go to all runs. Finished runs are not repeated,
 and stopped runs continue. Writes to experiments/results/NAME/, from all runs in its folder runs/:
 
-    runs.jsonl            the last evaluation of each run
-    table.md              means over seeds
-    flops.png, flops.svg  bits per byte over FLOPs, each system in its best shape
+    runs.jsonl  the last evaluation of each run
+    table.md    means over seeds
+    flops.svg   bits per byte over FLOPs, each system in its best shape
 """
 import json
 import shlex
@@ -95,7 +95,7 @@ def write(results):
     for system, style in zip(systems, plt.rcParams["axes.prop_cycle"]()):
         axes.plot(*zip(*best[system].items()), **style, label=system)
     axes.set(xscale="log", xlabel="training FLOPs", ylabel="validation bits per byte")
-    save_figure(axes, results / "flops")
+    save_figure(axes, results / "flops.svg")
 
 
 def main(argv=None):

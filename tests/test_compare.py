@@ -164,6 +164,10 @@ def test_a_failed_run_does_not_end_a_comparison(data, tmp_path, monkeypatch, cap
     with pytest.raises(SystemExit):
         compare.main([*flags, "--systems=uniform", "--gamma=0.5"])
     assert "trained with gamma=0.97, not 0.5; use another --name" in capfd.readouterr().err
+    (results / "runs/uniform-1337/ckpt.pt").write_bytes(b"")
+    with pytest.raises(SystemExit):
+        compare.main([*flags, "--systems=uniform"])
+    assert "ckpt.pt is damaged" in capfd.readouterr().err
 
 
 def test_a_search_gives_systems_and_shapes_the_same_flops(data, tmp_path, monkeypatch):

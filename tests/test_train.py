@@ -411,7 +411,8 @@ def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(
         patch.setattr(train, "losses", interrupted)
         patch.setattr(train, "stop_signals", [])
         train.main([*flags, f"--out_dir={tmp_path}/out"])
-    assert "stopped after step 6; continue with --resume=True" in capsys.readouterr().out
+    hint = f"stopped after step 6; continue with --resume=True --out_dir={tmp_path}/out\n"
+    assert hint in capsys.readouterr().out
     assert torch.load(tmp_path / "out/ckpt.pt")["step"] == 6
     train.main(["--resume=True", f"--out_dir={tmp_path}/out"])
     assert steps_of(tmp_path / "out") == steps_of(tmp_path / "whole")
@@ -443,7 +444,8 @@ def test_a_flag_given_on_resume_overrides_the_checkpoint(trained, tmp_path, monk
 
     monkeypatch.setattr(torch.optim, "AdamW", AdamW)
     flags = {"weight_decay": 0.25, "redrawn": 1.0, "policy_softcap": 1.0, "attention_window": 4,
-             "downsample_rate_target": 0.4, "num_draws": 3, "training_bytes": 16 * STEP}
+             "downsample_rate_target": 0.4, "num_draws": 3, "training_bytes": 16 * STEP,
+             "muon_learning_rate": 1e-3}
     train.main([f"--out_dir={tmp_path}/out", "--resume=True",
                 *[f"--{key}={value}" for key, value in flags.items()]])
     model, saved = load_checkpoint(tmp_path / "out/ckpt.pt")
@@ -462,8 +464,9 @@ def test_a_run_from_before_a_hyperparameter_existed_takes_its_default(trained, t
     assert error.count("\n") == 1
     assert "policy_scale" in error
     train.main([f"--out_dir={tmp_path}/out", "--resume=True"])
-    line = capsys.readouterr().out.splitlines()[0]
-    assert "gamma=0.97, policy_scale=16.0" in line
+    lines = capsys.readouterr().out.splitlines()
+    assert "does not set gamma; it is now 0.97" in lines[0]
+    assert "does not set policy_scale; it is now 16.0" in lines[1]
     del saved["config"]["seq_len"]
     torch.save(saved, tmp_path / "out/ckpt.pt")
     error = refused(capsys, f"--out_dir={tmp_path}/out", "--resume=True", "--seq_len=64")
@@ -609,7 +612,7 @@ def test_a_checkpoint_of_another_shape_or_meaning_is_refused(trained, capsys):
     # the weights would fit, but mean something else, and Muon's moments are not AdamW's
     for flag in "--seq_len=16", "--num_heads=1", "--muon_learning_rate=0":
         error = refused(capsys, f"--out_dir={trained}", "--resume=True", flag)
-        assert "cannot change when a run resumes" in error
+        assert "cannot change" in error
 
 
 @pytest.mark.parametrize("name, flags, count, values", [  # Table 2
