@@ -65,7 +65,7 @@ lambda_early = 1e-1  # weight of the early exit's loss
 # optimizers
 training_bytes = 4_000_000  # length of the run
 effective_batch_size = 16  # rows in a training step, over all processes and micro-batches
-batch_size = 16  # rows in a micro-batch; eq. 17 and 24 average over one of each process
+batch_size = 16  # rows in a micro-batch; eq. 17 and 24 average over one per process
 learning_rate = 3e-3  # peak, after the warm-up; then falls to 0
 cosine = False  # learning rates fall along a cosine, as in the paper, not linearly
 muon_learning_rate = 6e-3  # peak for the blocks' matrices, trained by Muon; 0: AdamW trains all
@@ -401,7 +401,7 @@ def main(argv):
         evaluating = step % hp.eval_interval == 0 or finished or step in early
         evaluating = evaluating and (step > first_step or not saved)
         if rank == 0 and evaluating:
-            rows = math.ceil(hp.redrawn * hp.batch_size)  # a second draw's: nothing new to compile
+            rows = math.ceil(hp.redrawn * hp.batch_size)  # like a second draw: no new graph
             metrics, shown = evaluate(model, val_shards, hp.eval_rows, rows, autocast)
             if not math.isfinite(metrics["val_bpb"]):
                 raise FloatingPointError(f"step {step}: the validation loss is not finite")

@@ -613,6 +613,7 @@ def test_a_checkpoint_of_another_shape_or_meaning_is_refused(trained, capsys):
     for flag in "--seq_len=16", "--num_heads=1", "--muon_learning_rate=0":
         error = refused(capsys, f"--out_dir={trained}", "--resume=True", flag)
         assert "cannot change" in error
+        assert "when a run resumes" in error
 
 
 @pytest.mark.parametrize("name, flags, count, values", [  # Table 2
