@@ -15,7 +15,6 @@ rows together, M in the row that has the most, both rounded up; w = policy_windo
 """
 import copy
 import math
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -28,15 +27,15 @@ VOCAB_SIZE = 257
 ATTENTION_SOFTCAP = 50.0  # as in Gemma 2
 LOGIT_SOFTCAP = 30.0  # as in Gemma 2
 ROPE_BASE = 10000.0
-TOKEN_MULTIPLE = 16 if torch.cuda.is_available() else 8  # M is rounded up to it: aligned GPU loads
-T_MULTIPLE = 64  # T is rounded up to it, or to B * M: products with odd sizes are slow
+TOKEN_MULTIPLE = 16 if torch.cuda.is_available() else 8  # M is a multiple: GPU loads are aligned
+T_MULTIPLE = 64  # T is a multiple, unless it is B * M: products with odd sizes are slow
 
 
 @dataclass
 class ModelConfig:
     """The hyperparameters in train.py that the model needs; the defaults are the 147M model's.
 
-    An old checkpoint that lacks a field loads with its default.
+    An old checkpoint that lacks a field takes its default.
     """
 
     seq_len: int = 4096  # bytes in a training row; the model also reads longer ones
@@ -135,7 +134,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
 
-    def attend(self, q, k, v):  # sample.py puts a key-value cache in its place
+    def attend(self, q, k, v):  # sample.py replaces this by a key-value cache
         if self.window:
             return window_attention(q, k, v, self.window)
         M = q.size(2)
@@ -147,7 +146,7 @@ class Attention(nn.Module):
         return softcapped_attention(q, k, v, i <= i[:, None])
 
     def forward(self, x, cos, sin, places=None):
-        """x is (B, N, D), or (T, D) for tokens, whose `places` lie in rows (B, M)."""
+        """x is (B, N, D) for bytes, or (T, D) for tokens, whose `places` are in rows (B, M)."""
         qkv = self.qkv(x)
         if places is not None:
             qkv = in_rows(qkv, places, cos.shape[:2])  # (B, M, 3 D)
@@ -278,7 +277,7 @@ def token_layout(a):
 
 
 def in_rows(z, places, shape):
-    """Puts tokens z (T, ...) at their places in rows of zeros: (B, M, ...), of `shape` (B, M)."""
+    """Rows of zeros (B, M, ...) with tokens z (T, ...) at their places; `shape` is (B, M)."""
     rows = z.new_zeros(*shape, *z.shape[1:])
     return rows.flatten(0, 1).index_copy(0, places, z).view_as(rows)
 
@@ -379,10 +378,9 @@ class Model(nn.Module):
         l = self.policy(X)  # (B, N, 2^w), eq. 21-23
         p = l.detach().sigmoid()  # eq. 20
         p[:, 0] = 1.0  # <bos> is a token, so that every byte has one to read from
-        a, history = draw(p, u)  # (K, B, N), eq. 2, 19
         again = math.ceil(self.config.redrawn * len(x))  # rows that are drawn again
-        a[1:, again:] = a[0, again:]
-        history[1:, again:] = history[0, again:]
+        u[1:, again:] = u[0, again:]  # the others repeat their first draw
+        a, history = draw(p, u)  # (K, B, N), eq. 2, 19
         l = l[None].take_along_dim(history, -1)[..., 0]
         logp = [self.head(self.predict(X, a[0]), y)]
         with torch.no_grad():
@@ -402,17 +400,13 @@ def inputs_and_targets(rows, device="cpu"):
 
 
 # ---- Making and loading models.
-def config_of(hyperparameters):
-    """A ModelConfig from a dictionary. Ignores other keys; prints missing fields."""
+def make_model(hyperparameters):
+    """A new model, learned or of another system. ValueError if there is no such system.
+
+    hyperparameters is a dictionary. Keys that ModelConfig lacks are ignored.
+    """
     known = {field.name for field in fields(ModelConfig)}
-    missing = sorted(known - hyperparameters.keys())
-    if missing:
-        print(f"ModelConfig's defaults are used for {', '.join(missing)}", file=sys.stderr)
-    return ModelConfig(**{key: hyperparameters[key] for key in known & hyperparameters.keys()})
-
-
-def make_model(config):
-    """A new model, learned or of another system. ValueError if there is no such system."""
+    config = ModelConfig(**{key: hyperparameters[key] for key in known & hyperparameters.keys()})
     if config.boundaries == "learned":
         return Model(config)
     from experiments.systems import make_system  # not above: that file imports this one
@@ -440,7 +434,7 @@ def load_checkpoint(path):
     Raises as read_checkpoint and load_weights do.
     """
     saved = read_checkpoint(path)
-    model = make_model(config_of(saved["config"]))
+    model = make_model(saved["config"])
     load_weights(model, saved, path)
     return model.eval(), saved
 

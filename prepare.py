@@ -38,10 +38,7 @@ HF_PRESETS = {
 }
 locks = []  # a lock is released when nothing refers to it
 
-# --------------------------------------------------------------------------------------------------
-# Reading shards
-
-
+# ---- Reading shards.
 def open_shards(folder, split, seq_len):
     """Opens the shards of a split without reading them into memory.
 
@@ -59,7 +56,7 @@ def open_shards(folder, split, seq_len):
 
 
 def map_shards(folder, split, state, seq_len):
-    """Maps the bytes that the state says a split has; ValueError if the shards hold fewer.
+    """Maps as many bytes of a split as the state counts; ValueError if the shards hold fewer.
 
     All shards but the last are full, that is, they have shard_bytes bytes.
     """
@@ -82,10 +79,7 @@ def read_rows(shards, numbers):
     return np.stack([shards[number // full][number % full] for number in numbers])
 
 
-# --------------------------------------------------------------------------------------------------
-# Sources of documents
-
-
+# ---- Sources of documents.
 def find_files(options, out_dir):
     """Returns the sorted paths of the files of --dataset=stdlib or files, without empty ones."""
     if options["dataset"] == "stdlib":
@@ -115,25 +109,25 @@ def open_hf(options):
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported below
-    datasets.logging.get_logger("datasets.utils.file_utils").setLevel("WARNING")  # retries
+    datasets.logging.get_logger("datasets.utils.file_utils").setLevel("WARNING")  # it logs every retry
     path = options["hf_path"]
     kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(path).suffix)
     try:
         builder = datasets.load_dataset_builder(
             kind or path, options.get("hf_name"), data_files=path if kind else None)
-        # otherwise pyarrow holds as much of a Parquet file as it has read
+        # otherwise pyarrow keeps in memory all that it has read of a Parquet file
         builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
         dataset = builder.as_streaming_dataset(options["split"])
         if os.path.exists(path):
             # read one row group at a time; pyarrow would read a fast disk up to 1 GB ahead of us
             dataset = dataset.reshard()
-    except Exception as error:  # datasets and the libraries below it have dozens of types
+    except Exception as error:  # datasets and the libraries below it raise dozens of types
         fail(f"cannot open --hf_path={path} --split={options['split']}: {error}")
     return dataset, f"{builder.config_id} {builder.hash}"
 
 
 def read_hf(dataset, state):
-    """Yields (document, bookmark) from the state's bookmark on; reading can resume at each."""
+    """Yields (document, bookmark) from the state's bookmark on. A bookmark resumes at its document."""
     column = state["options"]["text_column"]
     bookmark = state["bookmark"]
     try:
@@ -148,10 +142,7 @@ def read_hf(dataset, state):
         fail(f"cannot read column {column}: {error}; run the same command again to continue")
 
 
-# --------------------------------------------------------------------------------------------------
-# Writing shards
-
-
+# ---- Writing shards.
 def lock(folder):
     """Locks a folder until this process ends; returns False if another process holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -159,9 +150,8 @@ def lock(folder):
     try:
         file_lock.acquire(timeout=0)
     except Timeout:
-        return False
+        fail(f"another process is writing to {folder}; use another --out_dir")
     locks.append(file_lock)
-    return True
 
 
 def write_json(path, state):
@@ -228,10 +218,7 @@ def write_documents(documents, folder, state):
         append(folder, split, state, rows)
 
 
-# --------------------------------------------------------------------------------------------------
-# The program
-
-
+# ---- The program.
 def parse(argv):
     """Returns out_dir and a dict of the options that decide what is written."""
     parser = argument_parser(__doc__)
@@ -247,7 +234,7 @@ def parse(argv):
     add("--seq_len", type=whole_number, default=4096, help="bytes per row (%(default)s)")
     add("--split_documents", action=argparse.BooleanOptionalAction,
         help="use all rows of a document (default for stdlib and files) or only its first")
-    add("--val_fraction", type=float, default=0.02, help="share of the documents (%(default)s)")
+    add("--val_fraction", type=float, default=0.02, help="share of the documents that go to val (%(default)s)")
     add("--max_bytes", type=whole_number, help="stop after this many bytes of rows, e.g. 6e9")
     add("--shard_bytes", type=whole_number, default=10**8, help="size of a shard (%(default)s)")
     options = vars(parser.parse_args(argv))
@@ -268,8 +255,7 @@ def parse(argv):
 
 def prepare(out_dir, options):
     """Makes the set in out_dir, or continues where an earlier run stopped."""
-    if not lock(out_dir):
-        fail(f"another prepare.py is writing {out_dir}; wait for it or give another --out_dir")
+    lock(out_dir)
     meta = out_dir / "meta.json"
     progress = out_dir / "progress.json"
     state = {"options": options, "train": {"bytes": 0}, "val": {"bytes": 0}, "left_out_bytes": 0,
@@ -278,7 +264,7 @@ def prepare(out_dir, options):
         if path.exists():
             state = json.loads(path.read_text())
     if state["options"] != options:
-        fail(f"{out_dir} was made with {state['options']}; remove it or give another --out_dir")
+        fail(f"{out_dir} was made with {state['options']}; remove it or use another --out_dir")
     if meta.exists():
         progress.unlink(missing_ok=True)  # left by a run that was killed on its last line
         print(f"{out_dir} is already complete")
@@ -299,7 +285,7 @@ def prepare(out_dir, options):
     with one_line_errors():
         for split in SPLITS:
             for shard in map_shards(out_dir, split, state, 1)[-1:]:
-                os.truncate(shard.filename, len(shard))  # to what progress.json counts
+                os.truncate(shard.filename, len(shard))  # written after progress.json
     write_documents(documents, out_dir, state)
     if not state["train"]["bytes"]:
         fail(f"fewer than two rows of --seq_len={options['seq_len']} bytes; give more text, a "

@@ -2,7 +2,7 @@
 Generates text with a trained model and shows where its tokens end.
 
     python sample.py --start="def main" --num_samples=3 --temperature=0.8 --top_k=50
-    python sample.py --score=FILE                  shows the boundaries of a file, or of stdin: -
+    python sample.py --score=FILE                  shows the boundaries of a file (- for stdin)
     python sample.py --text="def main(argv):"      shows the boundaries of this text
 
 A │ marks the end of a token. On a terminal the colour is the policy's probability of a
@@ -29,8 +29,8 @@ from model import BOS, load_checkpoint, softcapped_attention
 class Cache:
     """Replaces Attention.attend during generation: keeps the keys and values of one layer.
 
-    Each call brings one new position for some of the rows. Before it, generate sets `rows` (R,),
-    their numbers, and `position` (R,) or (1,), how many positions they already have. With a
+    Each call brings one new position for some rows. Before it, generate sets `rows` (R,), the
+    numbers of these rows, and `position` (R,) or (1,), how many positions each has so far. With a
     window, the newest position overwrites the oldest one.
     """
 
@@ -180,7 +180,7 @@ def main(argv=None):
     given("--start", default="", help="the text to continue")
     given("--score", metavar="FILE", help="show the boundaries of this file, or of stdin: -")
     given("--text", help="show the boundaries of this text")
-    add("--deterministic", action="store_true", help="in given text, a token ends where p > 1/2")
+    add("--deterministic", action="store_true", help="draw nothing: a token of the given text ends where p > 1/2")
     add("--num_samples", type=whole_number, default=1, help="texts to generate (%(default)s)")
     add("--max_new_bytes", type=whole_number, default=300,
         help="length of each text (%(default)s)")

@@ -2,7 +2,7 @@
 Trains the byte-level language model in model.py, which learns where its tokens end.
 
     python train.py                            the quick run: a small model, Python source, laptop
-    python train.py config/x.py --gamma=0.9    files and flags override the values below, in order
+    python train.py config/x.py --gamma=0.9    files and flags override the values below
     python train.py --resume=True              continues from out_dir/ckpt.pt
     torchrun --standalone --nproc_per_node=8 train.py config/fineweb_147m.py     eight GPUs
 """
@@ -12,12 +12,11 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # since M varies
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # the number of tokens varies
 
 import numpy as np
 import torch
@@ -31,17 +30,17 @@ from config.command_line import check, device_and_dtype, read_command_line
 from config.terminal import fail, marked, one_line_errors
 from experiments.measures import executed_flops, muon_flops, where_tokens_end
 from model import (
-    Block, Head, Policy, config_of, inputs_and_targets, load_weights, make_model, read_checkpoint)
+    Block, Head, Policy, inputs_and_targets, load_weights, make_model, read_checkpoint)
 
 # ---- Hyperparameters. The values are the quick run's; config/ holds the paper's. ----------------
-# A flag takes the type of its default here, so write 1.0, not 1, where 0.5 should be allowed.
+# A flag takes the type of its default, so the default is 1.0, not 1, where 0.5 makes sense.
 
 # files
 data = "data/stdlib"  # folder of shards made by prepare.py; this one is made on first use
 out_dir = "out"  # receives ckpt.pt and log.jsonl
 resume = False  # continue from out_dir/ckpt.pt, with its hyperparameters unless flags change them
 # model
-seq_len = 256  # bytes in a row; divides the row length of the shards
+seq_len = 256  # bytes in a row; must divide the row length given to prepare.py
 embedding_dim = 128  # D, for bytes and tokens alike
 num_heads = 2  # attention heads in every layer
 n_down_layers = 2  # byte layers before the middle
@@ -56,26 +55,26 @@ policy_scale = 16.0  # S, eq. 22
 policy_softcap = 5.0  # eq. 23: keeps logits between -5 and 5, in training only
 # loss
 num_draws = 2  # K draws per row, each compared with the others; 1: the paper's estimator, eq. 15-17
-redrawn = 1 / 2  # fraction of rows drawn K times; the others have no part in L_pi
+redrawn = 1 / 2  # fraction of rows drawn K times; if K > 1, only these teach the policy
 early_exit = False  # a second head predicts from X alone and gives the paper's baseline, eq. 14-15
-gamma = 0.97  # discount of later rewards, eq. 16; larger is noisier
+gamma = 0.97  # discount of later rewards, eq. 16; larger looks further ahead, with more noise
 lambda_pi = 1e-2  # weight of the policy loss, eq. 27
 lambda_target = 1e-2  # weight of L_tgt, which keeps the rate near its target
 lambda_early = 1e-1  # weight of the early exit's loss
 # optimizers
 training_bytes = 4_000_000  # length of the run
 effective_batch_size = 16  # rows in a training step, over all processes and micro-batches
-batch_size = 16  # rows in a micro-batch; eq. 17 and 24 average over one per process
-learning_rate = 3e-3  # peak, after the warm-up; then falls to 0
-cosine = False  # learning rates fall along a cosine, as in the paper, not linearly
-muon_learning_rate = 6e-3  # peak for the blocks' matrices, trained by Muon; 0: AdamW trains all
-policy_learning_rate = 0.06  # peak for the policy, whose weights are divided by S
+batch_size = 16  # rows in a micro-batch; eq. 17 and 24 average over those of all processes
+learning_rate = 3e-3  # peak, reached after the warm-up; falls to 0 at the end
+cosine = False  # learning rates fall along a cosine, as in the paper; if False, linearly
+muon_learning_rate = 6e-3  # peak for the blocks' matrices, trained by Muon; 0: AdamW trains them too
+policy_learning_rate = 0.06  # peak for the policy; large because its output is divided by S
 warmup_bytes = 200_000  # linear warm-up
 weight_decay = 0.3  # of matrices, except the policy's
 grad_clip = 1.0  # maximum gradient norm
 # log
 log_interval = 40  # training steps between log lines
-eval_interval = 250  # training steps between evaluations, each followed by a checkpoint
+eval_interval = 125  # training steps between evaluations, each followed by a checkpoint
 eval_rows = 512  # validation rows, the same ones every time
 # machine
 device = "auto"  # "auto", "cpu", "cuda" or "mps"
@@ -89,7 +88,7 @@ DEFAULTS = {key: value for key, value in globals().items()
 
 # ---- Losses. logp, R, G, A, l and a are (K, B, N), for all draws. Log-likelihoods are in nats.
 def mean_over_processes(z):
-    """The mean of a tensor over all processes, in place. Every process must call this."""
+    """Replaces a tensor by its mean over all processes. Every process must call this."""
     if dist.is_initialized():
         dist.all_reduce(z, dist.ReduceOp.AVG)
     return z
@@ -108,7 +107,7 @@ def advantage(G):
     """A (K, B, N): the return G (K, B, N) minus the return expected at that position."""
     K = len(G)
     if K == 1:
-        return G - mean_over_processes(G.mean(1))  # eq. 17: all rows of this micro-batch
+        return G - mean_over_processes(G.mean(1))  # eq. 17: the mean over this micro-batch
     return (G - G.mean(0)) * K / (K - 1)  # G_k minus the mean G_j of the row's other draws
 
 
@@ -118,20 +117,11 @@ def negative_log_pi(l, a):
 
 
 def policy_loss(l, a, A):
-    """L_pi, eq. 18: the mean of -log pi(a_i) A_i. Position 0 is forced and has no term.
+    """L_pi, eq. 18: the mean of -log pi(a_i) A_i. Position 0 is forced and adds nothing.
 
-    Rows drawn only once count in the mean with A = 0, so L_pi is proportional to `redrawn`.
+    With K > 1, rows drawn only once have A = 0 but count in the mean.
     """
     return (negative_log_pi(l, a) * A)[..., 1:].sum() / l.numel()
-
-
-def target_loss(l, target):
-    """L_tgt, eq. 24: lowers all logits when the mean p is above the target, else raises them.
-
-    The mean is over one micro-batch of all processes, so L_tgt depends on batch_size.
-    """
-    mean_p = mean_over_processes(l.detach().sigmoid().mean())
-    return l.mean() * (mean_p - target)
 
 
 def losses(model, logp, early_logp, l, a, hp):
@@ -143,10 +133,11 @@ def losses(model, logp, early_logp, l, a, hp):
     R = (logp - early_logp).detach()  # eq. 15; early_logp is 0 without an early exit
     A = advantage(discounted_return(R, hp.gamma))  # eq. 16-17
     L_pi = policy_loss(l, a, A)
-    L_tgt = target_loss(l, hp.downsample_rate_target)
+    mean_p = mean_over_processes(l.detach().sigmoid().mean())  # of one micro-batch per process
+    L_tgt = l.mean() * (mean_p - hp.downsample_rate_target)  # eq. 24
     L_early = -early_logp.mean()  # eq. 26
-    L = L_auto + hp.lambda_pi * L_pi + hp.lambda_target * L_tgt  # eq. 27
-    L = L + hp.lambda_early * L_early
+    L = (L_auto + hp.lambda_pi * L_pi + hp.lambda_target * L_tgt
+         + hp.lambda_early * L_early)  # eq. 27
     return L, {"auto": L_auto, "early": L_early, "pi": L_pi, "target": L_tgt}
 
 
@@ -160,7 +151,7 @@ def row_order(seed, epoch, n):
 def micro_batches(shards, first_row, hp, rank, world, device):
     """This process's micro-batches of the training step that starts at row first_row of the run.
 
-    A list of x and y (B, N) int64 and u (K, B, N). The rows and draws of a training step do not
+    A list of (x, y, u): x and y (B, N) int64, u (K, B, N). The rows and draws of a training step do not
     depend on the number of processes or micro-batches.
     """
     n = sum(map(len, shards))
@@ -179,7 +170,7 @@ def micro_batches(shards, first_row, hp, rank, world, device):
 def orthogonalized(G):
     """Brings the singular values of each matrix in G (n, rows, columns) near 1.
 
-    By five Newton-Schulz iterations: https://kellerjordan.github.io/posts/muon
+    It takes five Newton-Schulz iterations; see https://kellerjordan.github.io/posts/muon
     """
     if G.size(1) > G.size(2):
         return orthogonalized(G.mT).mT  # so that X @ X.mT is the smaller product
@@ -194,8 +185,8 @@ def orthogonalized(G):
 class Muon(torch.optim.Optimizer):
     """Steps along each matrix's orthogonalized momentum; Jordan et al., 2024.
 
-    The same as torch.optim.Muon with adjust_lr_fn="match_rms_adamw". But torch's class always
-    computes in bfloat16, which is slow on a T4 and on many CPUs, and updates one matrix at a time.
+    The same as torch.optim.Muon with adjust_lr_fn="match_rms_adamw". We do not use that class: it
+    always computes in bfloat16, slow on a T4 and on many CPUs, and updates one matrix at a time.
     """
 
     @torch.no_grad()
@@ -207,7 +198,7 @@ class Muon(torch.optim.Optimizer):
                 for p in parameters:
                     momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                     momentum.lerp_(p.grad, 0.05)
-                    updates.append(p.grad.lerp(momentum, 0.95))  # Nesterov's
+                    updates.append(p.grad.lerp(momentum, 0.95))  # Nesterov momentum
                 updates = orthogonalized(torch.stack(updates))
                 lr = group["lr"]
                 for p, update in zip(parameters, updates):
@@ -222,10 +213,10 @@ def make_optimizers(model, hp):
     """
     block_matrices, matrices, vectors, policy = [], [], [], []
     for name, p in model.named_parameters():
-        if name.startswith("policy.") and not name.startswith("policy.norm."):
-            policy.append(p)
-        elif p.dim() < 2:
+        if p.dim() < 2:
             vectors.append(p)
+        elif name.startswith("policy."):
+            policy.append(p)
         elif hp.muon_learning_rate and name.startswith(("down.", "middle.", "up.")):
             block_matrices.append(p)
         else:
@@ -234,7 +225,7 @@ def make_optimizers(model, hp):
         {"params": matrices, "peak": hp.learning_rate, "weight_decay": hp.weight_decay},
         {"params": vectors, "peak": hp.learning_rate},
         {"params": policy, "peak": hp.policy_learning_rate}]
-    # with betas 0.9 and 0.999, as in the paper
+    # the paper's betas, 0.9 and 0.999, are torch's defaults
     adamw = torch.optim.AdamW(groups, weight_decay=0, fused=True)
     group = {"params": block_matrices, "peak": hp.muon_learning_rate}
     return adamw, Muon([group], {"weight_decay": hp.weight_decay})
@@ -243,7 +234,7 @@ def make_optimizers(model, hp):
 # ---- Evaluation.
 @torch.no_grad()
 def evaluate(model, shards, eval_rows, batch_size, autocast):
-    """Validation metrics, and the first row's (byte, a, p) for printing.
+    """Validation metrics, and (byte, a, p) for the first 160 bytes of a row, for printing.
 
     Rows and uniforms are the same every time. val_bpb is in bits per byte, val_stderr its standard
     error over rows, and val_entropy the mean of -log pi(a_i) in nats.
@@ -266,11 +257,19 @@ def evaluate(model, shards, eval_rows, batch_size, autocast):
         "val_rate": a.float().mean().item(),
         "val_entropy": negative_log_pi(l[:, 1:], a[:, 1:]).mean().item(),
         **where_tokens_end(x, a)}
-    shown = zip(x[0, 1:161].tolist(), a[0, 1:161].tolist(), l[0, 1:161].sigmoid().tolist())
+    shown = zip(*(z[0, 1:161].tolist() for z in (x, a, l.sigmoid())))
     return metrics, list(shown)
 
 
-# ---- The program. hp holds the hyperparameters above, after configuration files and flags.
+# ---- The program. hp holds the hyperparameters above, as changed by files and flags.
+def prepare_torch(device, dtype):
+    """Sets torch up for training; returns the context for passes and Muon's matrix products."""
+    torch.set_float32_matmul_precision("high")
+    torch.use_deterministic_algorithms(device == "cpu")  # resumed runs repeat to the last bit
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    return torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
+
+
 def compile_model(model, **options):
     """Compiles the parts of the model in place. Layers of one kind share their compiled code."""
     torch._dynamo.config.specialize_float = True  # soft-caps become constants in dynamic graphs
@@ -296,18 +295,17 @@ def main(argv):
     chosen = read_command_line(argv, DEFAULTS, __file__)
     hp = SimpleNamespace(**DEFAULTS | chosen)
     checkpoint = Path(hp.out_dir, "ckpt.pt")
-    log_file = checkpoint.with_name("log.jsonl")
     saved = {}
     with one_line_errors():
-        if rank == 0 and not prepare.lock(checkpoint.parent):  # until this process ends
-            fail(f"another run is writing to {checkpoint.parent}; use another --out_dir")
+        if rank == 0:
+            prepare.lock(checkpoint.parent)
         if hp.resume:
             saved = read_checkpoint(checkpoint)
             old = saved["config"]
             if unknown := sorted(old.keys() - DEFAULTS.keys()):
                 fail(f"{checkpoint} sets {', '.join(unknown)}, which train.py does not know")
             for key in sorted(DEFAULTS.keys() - old.keys()):
-                print(f"{checkpoint} does not set {key}; it is now {DEFAULTS[key]}, the default")
+                print(f"{checkpoint} does not set {key}; using the default, {DEFAULTS[key]}")
             old = DEFAULTS | old
             hp = SimpleNamespace(**old | chosen)
             for key in "seq_len", "num_heads":
@@ -318,28 +316,23 @@ def main(argv):
                      f"{old['muon_learning_rate']}")
         elif checkpoint.exists():
             fail(f"{checkpoint} exists; continue it with --resume=True, or use another --out_dir")
-        check(hp)
+        check(hp, world)
         torch.manual_seed(hp.seed)
-        model = make_model(config_of(vars(hp)))
+        model = make_model(vars(hp))
         if saved:
             load_weights(model, saved, checkpoint)
 
     # ---- machine
     device, precision = device_and_dtype(hp.device, hp.dtype)
+    gpu = None
     if device == "cuda":
         gpu = int(os.environ.get("LOCAL_RANK", 0))
         if gpu >= torch.cuda.device_count():
-            fail(f"this machine has {torch.cuda.device_count()} GPUs; start one process per GPU")
+            fail(f"this machine has {torch.cuda.device_count()} GPUs; start at most one process per GPU")
         torch.cuda.set_device(gpu)
     if world > 1:
-        if device == "cuda":
-            dist.init_process_group("nccl", device_id=gpu)
-        else:
-            dist.init_process_group("gloo")
-    torch.set_float32_matmul_precision("high")
-    torch.use_deterministic_algorithms(device == "cpu")  # a resumed run repeats to the last bit
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    autocast = torch.autocast(device, getattr(torch, precision), enabled=precision != "float32")
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", device_id=gpu)
+    autocast = prepare_torch(device, precision)
     scaler = torch.amp.GradScaler(device, enabled=precision == "float16")
 
     # ---- data
@@ -364,9 +357,7 @@ def main(argv):
     compiled = hp.compile and device != "mps"
     if compiled:
         compile_model(model)
-    net = model
-    if world > 1:
-        net = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    net = DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 else model
 
     # ---- optimizers
     optimizers = make_optimizers(model, hp)
@@ -381,13 +372,12 @@ def main(argv):
 
     # ---- loop
     step_bytes = hp.effective_batch_size * hp.seq_len
-    step = first_step = logged_step = saved.get("step", 0)
+    step = first_step = saved.get("step", 0)
     rows_seen = saved.get("rows_seen", 0)
     bytes_seen = rows_seen * hp.seq_len
-    seconds = 0.0  # of training since the last log line
-    early = [hp.eval_interval // n for n in (2, 4, 8)]  # more evaluations at first
+    seconds = []  # of each training step since the last log line
     if rank == 0:
-        log = log_file.open("a", buffering=1)
+        log = checkpoint.with_name("log.jsonl").open("a", buffering=1)
         log.truncate(min(log.tell(), saved.get("log_bytes", 0)))  # drop lines after the checkpoint
         print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters"
               + "; compiling the first training steps may take a minute" * compiled)
@@ -398,10 +388,9 @@ def main(argv):
         finished = bytes_seen >= hp.training_bytes
         stopping = torch.tensor(float(len(stop_signals)), device=device)
         stopping = mean_over_processes(stopping) > 0
-        evaluating = step % hp.eval_interval == 0 or finished or step in early
-        evaluating = evaluating and (step > first_step or not saved)
-        if rank == 0 and evaluating:
-            rows = math.ceil(hp.redrawn * hp.batch_size)  # like a second draw: no new graph
+        evaluating = step % hp.eval_interval == 0 or finished
+        if rank == 0 and evaluating and (step > first_step or not saved):
+            rows = math.ceil(hp.redrawn * hp.batch_size)  # as in second draws: reuses their graph
             metrics, shown = evaluate(model, val_shards, hp.eval_rows, rows, autocast)
             if not math.isfinite(metrics["val_bpb"]):
                 raise FloatingPointError(f"step {step}: the validation loss is not finite")
@@ -412,13 +401,11 @@ def main(argv):
                   f"{metrics['ends_between']:.0%} of tokens end between words")
             print("".join(marked(shown[:80])).replace("\n", "⏎"))
         if rank == 0 and (evaluating or stopping) and step > first_step:
-            if not all(p.isfinite().all() for p in model.parameters()):
-                raise FloatingPointError(f"step {step}: a weight is not finite")
             moments = {name: adamw.state[p] for name, p in model.named_parameters()}
             state = {
                 "model": model.state_dict(), "optimizer": moments,
                 "scaler": scaler.state_dict(), "config": vars(hp), "step": step,
-                "rows_seen": rows_seen, "log_bytes": log_file.stat().st_size}
+                "rows_seen": rows_seen, "log_bytes": log.tell()}
             part = checkpoint.with_suffix(".part")
             try:
                 torch.save(state, part)
@@ -433,21 +420,12 @@ def main(argv):
         batches = micro_batches(train_shards, rows_seen, hp, rank, world, device)
         rows_seen += hp.effective_batch_size
         bytes_seen += step_bytes
-        logging = step % hp.log_interval == 0
-        totals = Counter()
         for i, (x, y, u) in enumerate(batches):
-            net.require_backward_grad_sync = i == len(batches) - 1  # DDP averages after the last
+            net.require_backward_grad_sync = i == len(batches) - 1  # average gradients once
             with autocast:
                 logp, early_logp, l, a = net(x, y, u)
             L, terms = losses(model, logp, early_logp, l, a, hp)
             scaler.scale(L / len(batches)).backward()
-            if logging:
-                entropy = negative_log_pi(l[0, :, 1:], a[0, :, 1:]).mean()
-                flops = executed_flops(model, a) / x.numel() + muon_flops(muon) / step_bytes
-                terms = {"rate": a[0].float().mean(), "entropy": entropy, "flops_per_byte": flops,
-                         **terms}
-                for name, value in terms.items():
-                    totals[name] += value.detach() / len(batches)
 
         turns = [0, hp.warmup_bytes, max(hp.warmup_bytes, hp.training_bytes)]
         fraction = np.interp(bytes_seen, turns, [0, 1, 0])  # of the peak learning rate
@@ -459,28 +437,32 @@ def main(argv):
             scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
         if math.isfinite(grad_norm):
-            with autocast:  # Muon multiplies matrices
+            with autocast:  # for Muon's matrix products
                 for optimizer in optimizers:
                     optimizer.step()
-        elif scaler.get_scale() <= 1:  # above 1, float16 has overflowed: skip the step
+        elif scaler.get_scale() <= 1:  # if it is above 1, float16 overflowed: skip this step
             raise FloatingPointError(f"step {step}: the gradient is not finite")
         scaler.update()
         model.zero_grad()
-        seconds += time.perf_counter() - started
+        seconds.append(time.perf_counter() - started)
 
-        if logging:
-            totals = {name: mean_over_processes(value).item() for name, value in totals.items()}
-            speed = (step - logged_step) * step_bytes / seconds
+        if step % hp.log_interval == 0:
+            flops = executed_flops(model, a) / x.numel() + muon_flops(muon) / step_bytes
+            terms["rate"] = a[0].float().mean()
+            terms["entropy"] = negative_log_pi(l[0, :, 1:], a[0, :, 1:]).mean()
+            terms["flops_per_byte"] = flops
+            terms = {name: mean_over_processes(z.detach()).item() for name, z in terms.items()}
+            speed = step_bytes / np.mean(seconds)
             minutes_left = (hp.training_bytes - bytes_seen) / speed / 60
             if rank == 0:
-                record = {"step": step, "bytes": bytes_seen, **totals, "grad_norm": grad_norm,
+                record = {"step": step, "bytes": bytes_seen, **terms, "grad_norm": grad_norm,
                           "bytes_per_second": speed}
                 print(json.dumps(record), file=log)
                 print(f"step {step} {bytes_seen / 1e6:.2f} MB | "
-                      f"{totals['auto'] / math.log(2):.3f} bits/byte, rate {totals['rate']:.3f}, "
-                      f"entropy {totals['entropy']:.3f} | norm {grad_norm:.2f} | "
+                      f"{terms['auto'] / math.log(2):.3f} bits/byte, rate {terms['rate']:.3f}, "
+                      f"entropy {terms['entropy']:.3f} | norm {grad_norm:.2f} | "
                       f"{speed / 1e3:.1f} kB/s, {minutes_left:.1f} min left")
-            logged_step, seconds = step, 0.0
+            seconds.clear()
 
     if rank == 0 and finished:
         print(f"done; generate text with: python sample.py --out_dir={checkpoint.parent}")

@@ -1,4 +1,4 @@
-# The paper's 90M model on Python code (Table 2, middle). Data:
+# The paper's 90M model on Python code (Table 2, middle). Data, then training:
 #   python prepare.py --dataset=codeparrot --max_bytes=3.5e9
 #   torchrun --standalone --nproc_per_node=8 train.py config/codeparrot_90m.py
 from config.fineweb_147m import *  # all that the paper's models have in common

@@ -1,4 +1,4 @@
-"""Command lines: train.py's hyperparameters and their checks, and the other programs' options."""
+"""train.py's command line, the checks of its hyperparameters, and the choice of a device."""
 import os
 import runpy
 import sys
@@ -15,7 +15,7 @@ POSITIVE = """seq_len embedding_dim num_heads attention_window policy_scale poli
     eval_interval"""
 NOT_NEGATIVE = """policy_window gamma n_down_layers n_mid_layers n_up_layers warmup_bytes seed
     muon_learning_rate policy_learning_rate weight_decay lambda_pi lambda_target lambda_early"""
-MAXIMA = {"gamma": 1, "redrawn": 1, "policy_window": 12}  # the draw keeps 2^policy_window numbers
+MAXIMA = {"gamma": 1, "redrawn": 1, "policy_window": 12}  # the draw keeps 2^policy_window numbers per byte
 CHOICES = {
     "device": ("auto", "cpu", "cuda", "mps"),
     "dtype": ("auto", "float32", "bfloat16", "float16")}
@@ -31,10 +31,8 @@ def parse(key, value, defaults):
         if kind is bool:
             return {"True": True, "False": False}[str(value)]
         if kind is str:
-            return os.path.expanduser(value)  # changes nothing but paths
-        text = str(value)
-        exact = "/" in text or text.isdecimal()  # 1/5, and whole numbers of any size
-        number = Fraction(text if exact else float(text))  # 6e9
+            return os.path.expanduser(value)  # a leading ~
+        number = Fraction(str(value))  # exact: "1/5", "6e9", whole numbers of any size
         if kind is int and number.denominator != 1:
             raise ValueError
         return kind(number)
@@ -81,7 +79,7 @@ def read_command_line(argv, defaults, program=None):
     return chosen
 
 
-def check(hp):
+def check(hp, world=1):
     """Ends the program if a hyperparameter, or a combination of them, cannot work."""
     for key, value in vars(hp).items():
         if key in POSITIVE.split() and value <= 0:
@@ -97,7 +95,6 @@ def check(hp):
     if hp.embedding_dim % (2 * hp.num_heads):
         fail(f"embedding_dim={hp.embedding_dim} must be a multiple of 2 * num_heads, "
              f"{2 * hp.num_heads}")
-    world = int(os.environ.get("WORLD_SIZE", 1))
     if hp.effective_batch_size % (hp.batch_size * world):
         fail(f"effective_batch_size={hp.effective_batch_size} must be a multiple of batch_size="
              f"{hp.batch_size} times the number of processes, {world}")

@@ -1,4 +1,4 @@
-# The paper's 147M model on text (Table 2, left). Data:
+# The paper's 147M model on text (Table 2, left). Data, then training:
 #   python prepare.py --dataset=fineweb --max_bytes=6.2e9
 #   torchrun --standalone --nproc_per_node=8 train.py config/fineweb_147m.py
 data = "data/fineweb"

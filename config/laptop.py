@@ -8,4 +8,4 @@ effective_batch_size = 8
 batch_size = 8
 training_bytes = 40_000_000
 warmup_bytes = 400_000
-eval_interval = 500
+eval_interval = 250

@@ -13,7 +13,6 @@ are those of matrix products. Compare numbers of one run of this program only.
 import itertools
 import statistics
 import time
-from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,12 +22,11 @@ import train
 from config.command_line import check, device_and_dtype, read_command_line
 from config.terminal import argument_parser, one_line_errors
 from experiments.measures import executed_flops, muon_flops
-from model import config_of, load_checkpoint, make_model
+from model import load_checkpoint, make_model
 from prepare import open_shards
 
 TURNS = 20
 SIDE = 8192 if torch.cuda.is_available() else 2048  # of the matrix product
-PIECES = "encode", "policy", "predict", "head"  # of Model.forward
 
 
 def seconds(function, *arguments):
@@ -43,11 +41,11 @@ def seconds(function, *arguments):
 
 # ---- A setting is (hp, model, shards).
 def new_setting(hp, **changes):
-    """An untrained model and random bytes; the policy's rate is at its target."""
+    """An untrained model, whose policy is at its target, and random bytes."""
     hp = SimpleNamespace(**vars(hp) | changes)
     torch.manual_seed(0)
     rows = torch.randint(256, (hp.batch_size, hp.seq_len), dtype=torch.uint8)
-    return hp, make_model(config_of(vars(hp))), [rows.numpy()]
+    return hp, make_model(vars(hp)), [rows.numpy()]
 
 
 def finished_run(out_dir, hp):
@@ -59,11 +57,8 @@ def finished_run(out_dir, hp):
         return hp, model, open_shards(hp.data, "train", hp.seq_len)
 
 
-def training_step(hp, model, shards, timed=lambda name, function: function):
-    """A function that does a training step as train.py does, and returns its boundaries a.
-
-    Pieces of the step outside the model are called through timed(name, function).
-    """
+def training_step(hp, model, shards):
+    """A function that does a training step as train.py does, and returns its boundaries a."""
     model.to(hp.device).train()
     if hp.compile:
         train.compile_model(model)
@@ -72,22 +67,19 @@ def training_step(hp, model, shards, timed=lambda name, function: function):
     optimizers = train.make_optimizers(model, hp)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = 1e-9  # the rate stays
-    autocast = torch.autocast(hp.device, getattr(torch, hp.dtype), enabled=hp.dtype != "float32")
+            group["lr"] = 1e-9  # so small that the number of tokens stays
+    autocast = train.prepare_torch(hp.device, hp.dtype)
 
-    def update():
+    def step():
+        with autocast:
+            logp, early_logp, l, a = model(*next(batches))
+        L, _ = train.losses(model, logp, early_logp, l, a, hp)
+        L.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip)
         with autocast:
             for optimizer in optimizers:
                 optimizer.step()
         model.zero_grad()
-
-    def step():
-        with autocast:
-            logp, early_logp, l, a = model(*next(batches))
-        L, _ = timed("losses", train.losses)(model, logp, early_logp, l, a, hp)
-        timed("backward", L.backward)()
-        timed("clipping and optimizers", update)()
         return a
 
     return step
@@ -127,30 +119,6 @@ def print_matrix_product(hp):
     print(f"matrix product: {2 * SIDE**3 / statistics.median(times) / 1e12:.2f} TFLOP/s")
 
 
-def print_pieces(hp):
-    """Prints how long each piece of a learned step takes."""
-    spent = defaultdict(float)
-
-    def timed(name, function):
-        def call(*arguments):
-            duration, result = seconds(function, *arguments)
-            spent[name] += duration
-            return result
-        return call
-
-    hp, model, shards = new_setting(hp)
-    for name in PIECES:
-        vars(model)[name] = timed(name, getattr(model, name))  # hides the method or module
-    step = training_step(hp, model, shards, timed)
-    step()  # compiles
-    spent.clear()
-    for _ in range(TURNS):
-        spent["whole step"] += seconds(step)[0]
-    print(f"pieces of a learned step, K={hp.num_draws}")
-    for name, total in spent.items():
-        print(f"  {name:20} {1e3 * total / TURNS:8.1f} ms")
-
-
 def main(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("--gpu", action="store_true", help="the paper's 147M model")
@@ -161,9 +129,7 @@ def main(argv=None):
     hp = SimpleNamespace(**train.DEFAULTS | read_command_line(others, train.DEFAULTS))
     check(hp)
     hp.device, hp.dtype = device_and_dtype(hp.device, hp.dtype)
-    torch.set_float32_matmul_precision("high")  # as in train.py
-    torch.use_deterministic_algorithms(hp.device == "cpu")
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    train.prepare_torch(hp.device, hp.dtype)
     torch._dynamo.config.recompile_limit = 64  # all settings share the layers' code
     print(f"torch {torch.__version__}, {hp.device}, {hp.dtype}, {torch.get_num_threads()} threads")
     print_matrix_product(hp)
@@ -187,7 +153,6 @@ def main(argv=None):
             compare_steps(f"rows of {N} bytes", {
                 "none": new_setting(hp, **size, boundaries="none"),
                 "learned": new_setting(hp, **size)})
-    print_pieces(hp)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def train_to_end(flags, out_dir):
 
 # ---- Results.
 def read_run(out_dir):
-    """A run's evaluations: a list of dictionaries, empty if it has not got that far.
+    """A run's evaluations: a list of dictionaries, empty if there are none yet.
 
     Adds the FLOPs of training that led to each, and the seconds, at the run's median speed.
     """

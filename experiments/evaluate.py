@@ -8,7 +8,7 @@ A benchmark is read from the Hugging Face hub, or from a .json, .jsonl or .parqu
 same fields. Its items are a context and several answers, put together as in EleutherAI's LM
 evaluation harness, without examples. heldout=FOLDER reads the validation rows of prepare.py.
 
-Bits per byte are the bits of all right answers given their contexts, divided by their bytes.
+Bits per byte are the bits of all right answers given their contexts, divided by the answers' bytes.
 Accuracy is the fraction of items whose right answer has the fewest bits per byte of all answers
 (the harness divides by characters). The rate is tokens per byte of all that is read. A context is
 cut at the front so that it fits the model's row with the answer.

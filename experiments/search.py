@@ -4,7 +4,7 @@ Where tokens start to pay: trains systems with equal FLOPs, for several model sh
     python -m experiments.search --name=width --systems=none,whitespace --flops=1.3e13,3.75e13 \\
         --data=data/english --shape="--embedding_dim=64 --num_heads=1" --shape="--embedding_dim=96"
 
-Each run reads as many bytes as its FLOPs allow, and its learning rate falls to 0 at the end of
+Each run reads as many bytes as its FLOPs allow, and its learning rate reaches 0 with the last of
 them. A shape is any flags of train.py; other flags go to all runs. Finished runs are not repeated,
 and stopped runs continue. Writes to experiments/results/NAME/, from all runs in its folder runs/:
 
@@ -27,7 +27,7 @@ from experiments import compare
 from experiments.compare import RESULTS, save_figure, table
 from experiments.measures import executed_flops, muon_flops
 from experiments.systems import Fixed
-from model import config_of, make_model
+from model import make_model
 from prepare import open_shards
 
 
@@ -38,9 +38,9 @@ def expected_flops_per_byte(hp):
     """
     sample = SimpleNamespace(**vars(hp))
     sample.effective_batch_size = 16 * hp.batch_size
-    sample.seed = 0  # all seeds get the same bytes
+    sample.seed = 0  # so that all seeds train on equally many bytes
     with one_line_errors():
-        model = make_model(config_of(vars(hp)))
+        model = make_model(vars(hp))
         shards = open_shards(hp.data, "train", hp.seq_len)
     per_byte = []
     for x, _, u in train.micro_batches(shards, 0, sample, 0, 1, "cpu"):

@@ -89,7 +89,7 @@ class EveryByte(Fixed):
 
 
 class BPE(Fixed):
-    """GPT-4o's tokens. Each ends one byte late, since that byte shows that it has ended.
+    """GPT-4o's tokens. A boundary is one byte late: that byte shows that the token has ended.
 
     The boundaries still look ahead, because they can depend on bytes even further on: "the
     unbel|ievers" but "the unbelievable". So they carry information about later bytes, and the bits
@@ -127,7 +127,7 @@ class BPE(Fixed):
 
 
 class Taught(Fixed):
-    """Trains on a frozen model's boundaries: what are the positions alone worth?"""
+    """Trains on a frozen model's boundaries, to see what the positions alone are worth."""
 
     def __init__(self, config):
         super().__init__(config)

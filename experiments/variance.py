@@ -3,8 +3,8 @@ How much of the policy's gradient is signal, for several estimators.
 
     python -m experiments.variance out-early/ckpt.pt out/ckpt.pt --data=data/english --name=variance
 
-The estimators differ in the baseline: A_i is the return G_i minus that. Each predicts 16 rows per
-training step:
+The estimators differ in the baseline: A_i is the return G_i minus that. Each makes 16 predictions
+(rows times draws) per training step:
 
     raw                        16 rows   no baseline: R = log p
     raw + batch mean           16 rows   the mean return of the batch's rows at position i, eq. 17
@@ -13,7 +13,7 @@ training step:
     2 draws                    8 rows    the return of the row's other draw
     4 draws                    4 rows    the mean return of the row's three other draws
 
-Without an early exit its two lines repeat those above. The last two are RLOO (Kool, van Hoof &
+Without an early exit, its two lines repeat the two above. The last two are RLOO (Kool, van Hoof &
 Welling 2019; Ahmadian et al., arXiv 2402.14740). The draws of a row share its early exit, so it
 cancels out.
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from experiments import evaluate
-from model import BOS, ModelConfig, make_model
+from model import BOS, make_model
 
 ROWS = {
     "piqa": {"goal": "Boil an egg", "sol1": "Freeze it.", "sol2": "Use hot water.", "label": 1},
@@ -57,10 +57,10 @@ def byte_by_byte(model, item, context, answer):
 def test_scores_are_those_of_reading_byte_by_byte(boundaries, monkeypatch):
     monkeypatch.setattr(evaluate, "BATCH_SIZE", 3)
     torch.manual_seed(0)
-    config = ModelConfig(seq_len=16, embedding_dim=16, num_heads=2, n_down_layers=1, n_mid_layers=1,
-                         n_up_layers=1, attention_window=4, policy_window=2, policy_scale=1.0,
-                         boundaries=boundaries)
-    model = make_model(config).eval()
+    model = make_model({
+        "seq_len": 16, "embedding_dim": 16, "num_heads": 2, "n_down_layers": 1, "n_mid_layers": 1,
+        "n_up_layers": 1, "attention_window": 4, "policy_window": 2, "policy_scale": 1.0,
+        "boundaries": boundaries}).eval()
     torch.nn.init.normal_(model.head.linear.weight)
     if boundaries == "learned":
         torch.nn.init.normal_(model.policy.linear.weight)

@@ -293,18 +293,19 @@ def test_a_folder_belongs_to_one_process_until_that_ends(tmp_path, capsys):
     program = f"""
 from pathlib import Path
 from prepare import lock
-print(lock(Path('{tmp_path}')))
+lock(Path('{tmp_path}'))
+print('locked')
 input()
 """
     command = [sys.executable, "-uc", program]
     first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert first.stdout.readline() == b"True\n"
-    assert "another prepare.py" in error_of(capsys, f"--out_dir={tmp_path}")
+    assert first.stdout.readline() == b"locked\n"
+    assert "another process is writing to" in error_of(capsys, f"--out_dir={tmp_path}")
     first.communicate(b"\n")
-    assert prepare.lock(tmp_path)
-    assert prepare.lock(tmp_path)  # a second time in the same process
+    prepare.lock(tmp_path)
+    prepare.lock(tmp_path)  # a second time in the same process
     second = subprocess.run(command, input=b"\n", stdout=subprocess.PIPE)
-    assert second.stdout == b"False\n"
+    assert (second.returncode, second.stdout) == (2, b"")
 
 
 @pytest.mark.parametrize("damage", [os.unlink, lambda path: os.truncate(path, 99)])

@@ -16,7 +16,7 @@ import sample
 import train
 from conftest import ROOT, TINY
 from experiments.systems import SYSTEMS
-from model import BOS, ModelConfig, inputs_and_targets, load_checkpoint, make_model
+from model import BOS, inputs_and_targets, load_checkpoint, make_model
 from prepare import open_shards, read_rows
 from test_model import some_bytes, uniforms_for
 
@@ -29,7 +29,7 @@ def small(name, **changes):
         "seq_len": 40, "embedding_dim": 16, "num_heads": 2, "n_down_layers": 1, "n_mid_layers": 1,
         "n_up_layers": 1, "attention_window": 8, "boundaries": name, "policy_window": 2,
         "downsample_rate_target": 0.3, "early_exit": False}
-    model = make_model(ModelConfig(**values | changes))
+    model = make_model(values | changes)
     for p in model.parameters():
         p.data += 0.2 * torch.randn_like(p)
     return model
@@ -149,7 +149,7 @@ def test_a_training_step_takes_the_gradient_of_the_systems_own_loss(name, data, 
 
     trained, _ = load_checkpoint(tmp_path / "out/ckpt.pt")
     torch.manual_seed(train.seed)
-    model = make_model(trained.config).train()
+    model = make_model(vars(trained.config)).train()
     shards = open_shards(data, "train", 32)
     rows = train.row_order(train.seed, 0, sum(map(len, shards)))[:4]
     x, y = inputs_and_targets(read_rows(shards, rows))
@@ -219,8 +219,8 @@ def test_a_taught_model_resumes_with_its_own_teacher_and_refuses_another(
 
 def test_gumbel_starts_at_the_target_and_hnet_at_what_neighbouring_bytes_have_in_common():
     values = {"seq_len": 40, "embedding_dim": 16, "num_heads": 2, "downsample_rate_target": 0.3}
-    gumbel = make_model(ModelConfig(**values, boundaries="gumbel"))
-    hnet = make_model(ModelConfig(**values, boundaries="hnet"))
+    gumbel = make_model(values | {"boundaries": "gumbel"})
+    hnet = make_model(values | {"boundaries": "hnet"})
     (x, _), u = some_bytes(2, 40), torch.rand(2, 40)
     _, l, _ = gumbel.outputs(x, u)
     torch.testing.assert_close(l.sigmoid(), torch.full((2, 40), 0.3))
