@@ -328,7 +328,7 @@ def main(argv):
     if device == "cuda":
         gpu = int(os.environ.get("LOCAL_RANK", 0))
         if gpu >= torch.cuda.device_count():
-            fail(f"this machine has {torch.cuda.device_count()} GPUs; start at most one process per GPU")
+            fail(f"this machine has only {torch.cuda.device_count()} GPUs; start one process per GPU")
         torch.cuda.set_device(gpu)
     if world > 1:
         dist.init_process_group("nccl" if device == "cuda" else "gloo", device_id=gpu)
@@ -447,10 +447,9 @@ def main(argv):
         seconds.append(time.perf_counter() - started)
 
         if step % hp.log_interval == 0:
+            entropy = negative_log_pi(l[0, :, 1:], a[0, :, 1:]).mean()
             flops = executed_flops(model, a) / x.numel() + muon_flops(muon) / step_bytes
-            terms["rate"] = a[0].float().mean()
-            terms["entropy"] = negative_log_pi(l[0, :, 1:], a[0, :, 1:]).mean()
-            terms["flops_per_byte"] = flops
+            terms |= {"rate": a[0].float().mean(), "entropy": entropy, "flops_per_byte": flops}
             terms = {name: mean_over_processes(z.detach()).item() for name, z in terms.items()}
             speed = step_bytes / np.mean(seconds)
             minutes_left = (hp.training_bytes - bytes_seen) / speed / 60
