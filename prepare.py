@@ -109,7 +109,7 @@ def open_hf(options):
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported below
-    datasets.logging.get_logger("datasets.utils.file_utils").setLevel("WARNING")  # it logs every retry
+    datasets.logging.get_logger("datasets.utils.file_utils").setLevel("WARNING")  # logs retries
     path = options["hf_path"]
     kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(path).suffix)
     try:
@@ -127,7 +127,7 @@ def open_hf(options):
 
 
 def read_hf(dataset, state):
-    """Yields (document, bookmark) from the state's bookmark on. A bookmark resumes at its document."""
+    """Yields (document, bookmark) from the state's bookmark on; reading can resume at each."""
     column = state["options"]["text_column"]
     bookmark = state["bookmark"]
     try:
@@ -234,7 +234,8 @@ def parse(argv):
     add("--seq_len", type=whole_number, default=4096, help="bytes per row (%(default)s)")
     add("--split_documents", action=argparse.BooleanOptionalAction,
         help="use all rows of a document (default for stdlib and files) or only its first")
-    add("--val_fraction", type=float, default=0.02, help="share of the documents that go to val (%(default)s)")
+    add("--val_fraction", type=float, default=0.02,
+        help="share of the documents that go to val (%(default)s)")
     add("--max_bytes", type=whole_number, help="stop after this many bytes of rows, e.g. 6e9")
     add("--shard_bytes", type=whole_number, default=10**8, help="size of a shard (%(default)s)")
     options = vars(parser.parse_args(argv))

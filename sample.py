@@ -180,7 +180,8 @@ def main(argv=None):
     given("--start", default="", help="the text to continue")
     given("--score", metavar="FILE", help="show the boundaries of this file, or of stdin: -")
     given("--text", help="show the boundaries of this text")
-    add("--deterministic", action="store_true", help="draw nothing: a token of the given text ends where p > 1/2")
+    add("--deterministic", action="store_true",
+        help="draw nothing: a token of the given text ends where p > 1/2")
     add("--num_samples", type=whole_number, default=1, help="texts to generate (%(default)s)")
     add("--max_new_bytes", type=whole_number, default=300,
         help="length of each text (%(default)s)")

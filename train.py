@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # the number of tokens varies
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # sizes vary
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ effective_batch_size = 16  # rows in a training step, over all processes and mic
 batch_size = 16  # rows in a micro-batch; eq. 17 and 24 average over those of all processes
 learning_rate = 3e-3  # peak, reached after the warm-up; falls to 0 at the end
 cosine = False  # learning rates fall along a cosine, as in the paper; if False, linearly
-muon_learning_rate = 6e-3  # peak for the blocks' matrices, trained by Muon; 0: AdamW trains them too
+muon_learning_rate = 6e-3  # peak for the blocks' matrices, trained by Muon; 0: all by AdamW
 policy_learning_rate = 0.06  # peak for the policy; large because its output is divided by S
 warmup_bytes = 200_000  # linear warm-up
 weight_decay = 0.3  # of matrices, except the policy's
@@ -151,8 +151,8 @@ def row_order(seed, epoch, n):
 def micro_batches(shards, first_row, hp, rank, world, device):
     """This process's micro-batches of the training step that starts at row first_row of the run.
 
-    A list of (x, y, u): x and y (B, N) int64, u (K, B, N). The rows and draws of a training step do not
-    depend on the number of processes or micro-batches.
+    A list of (x, y, u): x and y (B, N) int64, u (K, B, N). The rows and draws of a training step do
+    not depend on the number of processes or micro-batches.
     """
     n = sum(map(len, shards))
     K = hp.num_draws if hp.boundaries == "learned" else 1
@@ -328,7 +328,7 @@ def main(argv):
     if device == "cuda":
         gpu = int(os.environ.get("LOCAL_RANK", 0))
         if gpu >= torch.cuda.device_count():
-            fail(f"this machine has only {torch.cuda.device_count()} GPUs; start one process per GPU")
+            fail(f"this machine has {torch.cuda.device_count()} GPUs; start one process for each")
         torch.cuda.set_device(gpu)
     if world > 1:
         dist.init_process_group("nccl" if device == "cuda" else "gloo", device_id=gpu)

@@ -15,7 +15,7 @@ POSITIVE = """seq_len embedding_dim num_heads attention_window policy_scale poli
     eval_interval"""
 NOT_NEGATIVE = """policy_window gamma n_down_layers n_mid_layers n_up_layers warmup_bytes seed
     muon_learning_rate policy_learning_rate weight_decay lambda_pi lambda_target lambda_early"""
-MAXIMA = {"gamma": 1, "redrawn": 1, "policy_window": 12}  # the draw keeps 2^policy_window numbers per byte
+MAXIMA = {"gamma": 1, "redrawn": 1, "policy_window": 12}  # the draw needs 2^policy_window numbers
 CHOICES = {
     "device": ("auto", "cpu", "cuda", "mps"),
     "dtype": ("auto", "float32", "bfloat16", "float16")}
