@@ -6,11 +6,7 @@ Generates text with a trained model and shows where its tokens end.
     python sample.py --text="def main(argv):"      shows the boundaries of this text
 
 A │ marks the end of a token. On a terminal the colour is the policy's probability of a
-boundary after that character: blue is low, yellow is high. In Python:
-
-    from sample import load, tokens
-    for text, p in tokens(load("out"), "def main(argv):", deterministic=True):
-        print(repr(text), p)  # a token, and the probability that it ends there
+boundary after that character: blue is low, yellow is high. In Python, use load and tokens, as README shows.
 """
 import math
 import os
