@@ -15,6 +15,7 @@ rows together, M in the row that has the most, both rounded up; w = policy_windo
 """
 import copy
 import math
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -378,9 +379,10 @@ class Model(nn.Module):
         l = self.policy(X)  # (B, N, 2^w), eq. 21-23
         p = l.detach().sigmoid()  # eq. 20
         p[:, 0] = 1.0  # <bos> is a token, so that every byte has one to read from
-        again = math.ceil(self.config.redrawn * len(x))  # rows that are drawn again
-        u[1:, again:] = u[0, again:]  # the others repeat their first draw
         a, history = draw(p, u)  # (K, B, N), eq. 2, 19
+        again = math.ceil(self.config.redrawn * len(x))  # rows that are drawn again
+        a[1:, again:] = a[0, again:]
+        history[1:, again:] = history[0, again:]
         l = l[None].take_along_dim(history, -1)[..., 0]
         logp = [self.head(self.predict(X, a[0]), y)]
         with torch.no_grad():
@@ -403,9 +405,11 @@ def inputs_and_targets(rows, device="cpu"):
 def make_model(hyperparameters):
     """A new model, learned or of another system. ValueError if there is no such system.
 
-    hyperparameters is a dictionary. Keys that ModelConfig lacks are ignored.
+    hyperparameters is a dictionary. Other keys than ModelConfig's are ignored.
     """
     known = {field.name for field in fields(ModelConfig)}
+    if missing := sorted(known - hyperparameters.keys()):
+        print(f"ModelConfig's defaults are used for {', '.join(missing)}", file=sys.stderr)
     config = ModelConfig(**{key: hyperparameters[key] for key in known & hyperparameters.keys()})
     if config.boundaries == "learned":
         return Model(config)

@@ -144,13 +144,13 @@ def read_hf(dataset, state):
 
 # ---- Writing shards.
 def lock(folder):
-    """Locks a folder until this process ends; returns False if another process holds the lock."""
+    """Locks a folder until this process ends. Ends it at once if another process has the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     file_lock = FileLock(folder / ".lock", is_singleton=True)
     try:
         file_lock.acquire(timeout=0)
     except Timeout:
-        fail(f"another process is writing to {folder}; use another --out_dir")
+        fail(f"another process is writing to {folder}; wait for it, or use another --out_dir")
     locks.append(file_lock)
 
 

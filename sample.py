@@ -6,7 +6,8 @@ Generates text with a trained model and shows where its tokens end.
     python sample.py --text="def main(argv):"      shows the boundaries of this text
 
 A │ marks the end of a token. On a terminal the colour is the policy's probability of a
-boundary after that character: blue is low, yellow is high. In Python, use load and tokens, as README shows.
+boundary after that character: blue is low, yellow is high. README shows how to get the tokens
+in Python.
 """
 import math
 import os

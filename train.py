@@ -68,7 +68,7 @@ batch_size = 16  # rows in a micro-batch; eq. 17 and 24 average over those of al
 learning_rate = 3e-3  # peak, reached after the warm-up; falls to 0 at the end
 cosine = False  # learning rates fall along a cosine, as in the paper; if False, linearly
 muon_learning_rate = 6e-3  # peak for the blocks' matrices, trained by Muon; 0: all by AdamW
-policy_learning_rate = 0.06  # peak for the policy; large because its output is divided by S
+policy_learning_rate = 0.06  # peak for the policy's matrices; large because of S
 warmup_bytes = 200_000  # linear warm-up
 weight_decay = 0.3  # of matrices, except the policy's
 grad_clip = 1.0  # maximum gradient norm
@@ -405,7 +405,7 @@ def main(argv):
             state = {
                 "model": model.state_dict(), "optimizer": moments,
                 "scaler": scaler.state_dict(), "config": vars(hp), "step": step,
-                "rows_seen": rows_seen, "log_bytes": log.tell()}
+                "rows_seen": rows_seen, "log_bytes": os.path.getsize(log.name)}
             part = checkpoint.with_suffix(".part")
             try:
                 torch.save(state, part)
@@ -446,7 +446,7 @@ def main(argv):
         model.zero_grad()
         seconds.append(time.perf_counter() - started)
 
-        if step % hp.log_interval == 0:
+        if step % hp.log_interval == 0:  # shows the last micro-batch
             entropy = negative_log_pi(l[0, :, 1:], a[0, :, 1:]).mean()
             flops = executed_flops(model, a) / x.numel() + muon_flops(muon) / step_bytes
             terms |= {"rate": a[0].float().mean(), "entropy": entropy, "flops_per_byte": flops}

@@ -459,6 +459,7 @@ def test_a_run_from_before_a_hyperparameter_existed_takes_its_default(trained, t
     del saved["config"]["gamma"], saved["config"]["policy_scale"]
     torch.save(saved, tmp_path / "out/ckpt.pt")
     load_checkpoint(tmp_path / "out/ckpt.pt")
+    assert capsys.readouterr().err == "ModelConfig's defaults are used for policy_scale\n"
     train.main([f"--out_dir={tmp_path}/out", "--resume=True"])
     lines = capsys.readouterr().out.splitlines()
     assert "does not set gamma; using the default, 0.97" in lines[0]
