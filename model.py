@@ -28,8 +28,8 @@ VOCAB_SIZE = 257
 ATTENTION_SOFTCAP = 50.0  # as in Gemma 2
 LOGIT_SOFTCAP = 30.0  # as in Gemma 2
 ROPE_BASE = 10000.0
-TOKEN_MULTIPLE = 16 if torch.cuda.is_available() else 8  # M is a multiple: GPU loads are aligned
-T_MULTIPLE = 64  # T is a multiple, unless it is B * M: products with odd sizes are slow
+TOKEN_MULTIPLE = 16 if torch.cuda.is_available() else 8  # M is a multiple of it: aligned loads
+T_MULTIPLE = 64  # T is a multiple of it, or B * M: products with odd sizes are slow
 
 
 @dataclass

@@ -144,7 +144,7 @@ def read_hf(dataset, state):
 
 # ---- Writing shards.
 def lock(folder):
-    """Locks a folder until this process ends. Ends it at once if another process has the lock."""
+    """Locks a folder until this process ends. Exits with a message if another one holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     file_lock = FileLock(folder / ".lock", is_singleton=True)
     try:
@@ -286,7 +286,7 @@ def prepare(out_dir, options):
     with one_line_errors():
         for split in SPLITS:
             for shard in map_shards(out_dir, split, state, 1)[-1:]:
-                os.truncate(shard.filename, len(shard))  # written after progress.json
+                os.truncate(shard.filename, len(shard))  # drop bytes after progress.json
     write_documents(documents, out_dir, state)
     if not state["train"]["bytes"]:
         fail(f"fewer than two rows of --seq_len={options['seq_len']} bytes; give more text, a "

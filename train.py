@@ -64,11 +64,11 @@ lambda_early = 1e-1  # weight of the early exit's loss
 # optimizers
 training_bytes = 4_000_000  # length of the run
 effective_batch_size = 16  # rows in a training step, over all processes and micro-batches
-batch_size = 16  # rows in a micro-batch; eq. 17 and 24 average over those of all processes
+batch_size = 16  # rows in a micro-batch; eq. 17 and 24 average over one from each process
 learning_rate = 3e-3  # peak, reached after the warm-up; falls to 0 at the end
 cosine = False  # learning rates fall along a cosine, as in the paper; if False, linearly
 muon_learning_rate = 6e-3  # peak for the blocks' matrices, trained by Muon; 0: all by AdamW
-policy_learning_rate = 0.06  # peak for the policy's matrices; large because of S
+policy_learning_rate = 0.06  # peak for the policy's matrices, whose output is divided by S
 warmup_bytes = 200_000  # linear warm-up
 weight_decay = 0.3  # of matrices, except the policy's
 grad_clip = 1.0  # maximum gradient norm

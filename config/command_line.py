@@ -32,7 +32,9 @@ def parse(key, value, defaults):
             return {"True": True, "False": False}[str(value)]
         if kind is str:
             return os.path.expanduser(value)  # a leading ~
-        number = Fraction(str(value))  # exact: "1/5", "6e9", whole numbers of any size
+        text = str(value)
+        exact = "/" in text or text.isdecimal()  # 1/5, and whole numbers of any size
+        number = Fraction(text if exact else float(text))  # 6e9
         if kind is int and number.denominator != 1:
             raise ValueError
         return kind(number)

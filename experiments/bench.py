@@ -129,7 +129,7 @@ def main(argv=None):
     hp = SimpleNamespace(**train.DEFAULTS | read_command_line(others, train.DEFAULTS))
     check(hp)
     hp.device, hp.dtype = device_and_dtype(hp.device, hp.dtype)
-    train.prepare_torch(hp.device, hp.dtype)
+    train.prepare_torch(hp.device, hp.dtype)  # for the matrix product
     torch._dynamo.config.recompile_limit = 64  # all settings share the layers' code
     print(f"torch {torch.__version__}, {hp.device}, {hp.dtype}, {torch.get_num_threads()} threads")
     print_matrix_product(hp)
