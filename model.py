@@ -2,22 +2,21 @@
 A byte-level language model that learns where its tokens end.
 "You Can Learn Tokenization End-to-End with Reinforcement Learning", arXiv 2602.13940.
 
-The parts are in the order in which data flows through them; Model, below, puts them together.
-`# eq. n` is the paper's equation n. The names are the paper's too:
+The parts are in the order in which data flows through them. UNet puts them together for given
+boundaries; Model, at the end, draws the boundaries. `# eq. n` is the paper's equation n. The names
+are the paper's too:
 
     x  bytes, x_0 = <bos>                      (B, N)      X   byte representations       (B, N, D)
-    a  a_i = 1: a token ends at byte i         (K, B, N)   X'  those at the boundaries       (T, D)
-    l  logit of that decision, p = sigmoid(l)  (K, B, N)   Y'  after the middle              (T, D)
+    a  a_i = 1: a token ends at byte i         (B, N)      X'  those at the boundaries       (T, D)
+    l  logit of that decision, p = sigmoid(l)  (B, N)      Y'  after the middle              (T, D)
     y  the byte to predict, y_i = x_{i+1}      (B, N)      Y   handed back to the bytes   (B, N, D)
 
-K draws of the boundaries of each row, B rows, N bytes in a row, D = embedding_dim; T tokens in all
-rows together, M in the row that has the most, both rounded up; w = policy_window.
+B rows, N bytes in a row, D = embedding_dim; T tokens in the batch, M in its longest row, both
+rounded up; w = policy_window; R rows that are drawn a second time.
 """
 import copy
 import math
-import sys
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -28,31 +27,25 @@ VOCAB_SIZE = 257
 ATTENTION_SOFTCAP = 50.0  # as in Gemma 2
 LOGIT_SOFTCAP = 30.0  # as in Gemma 2
 ROPE_BASE = 10000.0
-TOKEN_MULTIPLE = 16 if torch.cuda.is_available() else 8  # M is a multiple of it: aligned loads
-T_MULTIPLE = 64  # T is a multiple of it, or B * M: products with odd sizes are slow
 
 
 @dataclass
 class ModelConfig:
-    """The hyperparameters in train.py that the model needs; the defaults are the 147M model's.
+    """The hyperparameters in train.py that models need; train.py says what they mean."""
 
-    An old checkpoint that lacks a field takes its default.
-    """
-
-    seq_len: int = 4096  # bytes in a training row; the model also reads longer ones
-    embedding_dim: int = 768  # D
-    num_heads: int = 12
-    n_down_layers: int = 4  # byte layers before the middle
-    n_mid_layers: int = 12  # token layers
-    n_up_layers: int = 4  # byte layers after the middle
-    attention_window: int = 64  # a byte layer sees this many bytes, including the current one
-    boundaries: str = "learned"  # or a system in experiments/systems.py
-    downsample_rate_target: float = 1 / 5  # tokens per byte
-    policy_window: int = 8  # w: each decision sees this many earlier decisions
-    policy_scale: float = 16.0  # S, eq. 22
-    policy_softcap: float = 5.0  # eq. 23; keeps p between 0.7% and 99.3% in training
-    redrawn: float = 1.0  # fraction of rows that are drawn more than once
-    early_exit: bool = True  # a second head predicts from X alone, eq. 14
+    system: str
+    seq_len: int
+    embedding_dim: int
+    num_heads: int
+    n_down_layers: int
+    n_mid_layers: int
+    n_up_layers: int
+    attention_window: int
+    downsample_rate_target: float
+    policy_window: int
+    policy_scale: float
+    policy_softcap: float
+    redrawn: float
 
 
 # ---- The transformer block of Gemma 2: RMSNorm, RoPE, GeGLU, soft-caps, no biases.
@@ -72,17 +65,12 @@ class RMSNorm(nn.Module):
         return y.type_as(x)
 
 
-def rope(positions, head_dim):
-    """Cosine and sine of RoPE's angles at positions (...): (2, ..., 1, head_dim / 2)."""
-    pair = torch.arange(0, head_dim, 2, device=positions.device)
-    angle = positions[..., None, None] * ROPE_BASE ** (-pair.float() / head_dim)
-    return torch.stack((angle.cos(), angle.sin()))
-
-
 def rotate(x, cos, sin):
-    """Rotates each pair (x_k, x_{k + head_dim/2}) of x (B, N, heads, head_dim) by its angle."""
+    """RoPE: rotates each pair (x_k, x_{k + head_dim/2}) of x (B, N, heads, head_dim)."""
     x1, x2 = x.float().chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
+    y1 = x1 * cos - x2 * sin
+    y2 = x2 * cos + x1 * sin
+    return torch.cat((y1, y2), dim=-1).type_as(x)
 
 
 def softcapped_attention(q, k, v, mask):
@@ -91,7 +79,8 @@ def softcapped_attention(q, k, v, mask):
     mask (..., Q, M) is True where q may attend.
     """
     scores = (q @ k.mT).float() / math.sqrt(q.size(-1))
-    scores = softcap(scores, ATTENTION_SOFTCAP).masked_fill(~mask, -torch.inf)
+    scores = softcap(scores, ATTENTION_SOFTCAP)
+    scores = scores.masked_fill(~mask, -torch.inf)
     return scores.softmax(-1).type_as(v) @ v
 
 
@@ -111,17 +100,17 @@ def window_attention(q, k, v, window):
     """
     N = q.size(2)
     C, chunks, back = chunking(N, window)
-    q = F.pad(q, (0, 0, 0, chunks * C - N)).unflatten(2, (chunks, C))
-
-    def with_chunks_before(z):  # -> (B, heads, chunks, (back + 1) C, head_dim)
-        z = F.pad(z, (0, 0, back * C, chunks * C - N)).unflatten(2, (back + chunks, C))
-        return torch.cat([z[:, :, i : i + chunks] for i in range(back + 1)], dim=3)
-
-    i = torch.arange(C, device=q.device)[:, None] + back * C
-    j = torch.arange((back + 1) * C, device=q.device)  # key j is byte start + j - back C
-    start = torch.arange(chunks, device=q.device)[:, None, None] * C
-    mask = (j <= i) & (j > i - window) & (start + j >= back * C)  # (chunks, C, (back + 1) C)
-    y = softcapped_attention(q, with_chunks_before(k), with_chunks_before(v), mask)
+    after = chunks * C - N
+    q = F.pad(q, (0, 0, 0, after)).unflatten(2, (chunks, C))
+    kv = F.pad(torch.stack((k, v)), (0, 0, back * C, after))
+    kv = kv.unflatten(3, (back + chunks, C))
+    kv = torch.cat([kv[:, :, :, n : n + chunks] for n in range(back + 1)], dim=4)
+    k, v = kv.unbind()  # (B, heads, chunks, (back + 1) C, head_dim)
+    start = torch.arange(chunks, device=q.device)[:, None, None] * C  # a chunk's first position
+    i = start + torch.arange(C, device=q.device)[:, None]  # positions of the queries
+    j = start + torch.arange(-back * C, C, device=q.device)  # of the keys; padding is below 0
+    mask = (j <= i) & (j > i - window) & (j >= 0)  # (chunks, C, (back + 1) C)
+    y = softcapped_attention(q, k, v, mask)
     return y.flatten(2, 3)[:, :, :N]
 
 
@@ -139,19 +128,22 @@ class Attention(nn.Module):
         if self.window:
             return window_attention(q, k, v, self.window)
         M = q.size(2)
-        if torch.compiler.is_compiling():
-            torch._check(M % TOKEN_MULTIPLE == 0)  # lets a GPU load several scores at once
-            if M <= 1024:
-                torch._check(M <= 1024)  # lets the softmax keep a row of scores in registers
+        if torch.compiler.is_compiling():  # tells the compiler what it cannot know of M
+            torch._check(M % TOKEN_MULTIPLE == 0)  # so a GPU loads several scores at once
+            if M <= 1024:  # two graphs: the softmax of short rows fits into registers
+                torch._check(M <= 1024)
         i = torch.arange(M, device=q.device)
         return softcapped_attention(q, k, v, i <= i[:, None])
 
     def forward(self, x, cos, sin, places=None):
         """x is (B, N, D) for bytes, or (T, D) for tokens, whose `places` are in rows (B, M)."""
         qkv = self.qkv(x)
-        if places is not None:
-            qkv = in_rows(qkv, places, cos.shape[:2])  # (B, M, 3 D)
-        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(-3)  # (B, N, heads, head_dim)
+        if places is not None:  # put the tokens into rows, with zeros where there is none
+            B, M = cos.shape[:2]
+            rows = qkv.new_zeros(B * M, qkv.size(-1))
+            qkv = rows.index_copy(0, places, qkv).view(B, M, -1)
+        qkv = qkv.unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = qkv.unbind(-3)  # (B, N, heads, head_dim)
         q = rotate(q, cos, sin).transpose(1, 2)  # (B, heads, N, head_dim)
         k = rotate(k, cos, sin).transpose(1, 2)
         y = self.attend(q, k, v.transpose(1, 2))
@@ -195,8 +187,7 @@ class Block(nn.Module):
 class Policy(nn.Module):
     """The logit of "a token ends here" after every possible history of w decisions; eq. 21-23.
 
-    The draw, the loss and generation use nothing but these logits. You may compute them
-    differently, as long as those at i depend on X_i alone: sample.py passes one position at a time.
+    Nothing else looks inside: replace it freely if the logits at i depend on X_i alone.
     """
 
     def __init__(self, config):
@@ -204,13 +195,10 @@ class Policy(nn.Module):
         self.config = config
         self.norm = RMSNorm(config.embedding_dim)
         self.linear = nn.Linear(config.embedding_dim, 1 + config.policy_window, bias=False)
-
-    def initialize(self):
-        """Model calls this after it has initialized all matrices in the usual way."""
         nn.init.zeros_(self.linear.weight)  # p starts at the target
 
     def forward(self, X):
-        """X (B, N, D) -> l (B, N, 2^w), float32. Bit j-1 of a history is the decision a_{i-j}."""
+        """X (B, N, D) -> (B, N, 2^w), float32. Bit j-1 of a history is the decision a_{i-j}."""
         c = self.config
         with torch.autocast(X.device.type, enabled=False):
             z = self.linear(self.norm(X).float()) / c.policy_scale  # W_0 X_i / S, ..., W_w X_i / S
@@ -221,10 +209,10 @@ class Policy(nn.Module):
 
 
 def draw(p, u):
-    """Draws boundaries a (..., N) bool from uniforms u (..., N), in parallel; eq. 19-21.
+    """Draws boundaries a (B, N) bool from uniforms u (B, N), in parallel; eq. 19-21.
 
-    p (..., N, 2^w) holds p_i for each history of decisions; bit j-1 of a history is a_{i-j}. Also
-    returns each position's history (..., N, 1). The result is exactly that of
+    p (B, N, 2^w) holds p_i for each history of decisions; bit j-1 of a history is a_{i-j}. Also
+    returns each position's history (B, N, 1). The result is exactly that of
 
         history = 0
         for i in range(N):
@@ -236,61 +224,68 @@ def draw(p, u):
     the tree again gives the history that enters each position. That takes 2 log2(N) small steps.
     """
     N, H = p.shape[-2:]
-    decision = u[..., None] < p  # (..., N, H)
+    decision = u[..., None] < p  # (B, N, H)
     after = (2 * torch.arange(H, device=p.device) + decision) % H
-    after = F.pad(after, (0, 0, 0, 2 ** math.ceil(math.log2(N)) - N))
+    # pad N to a power of two; the padding comes last, so no history depends on it
+    size = 2 ** math.ceil(math.log2(N))
+    after = F.pad(after, (0, 0, 0, size - N))
     levels = []
     while after.size(-2) > 1:
         levels.append(after)
-        after = after[..., 1::2, :].gather(-1, after[..., ::2, :])  # the second after the first
-    history = after.new_zeros(after.shape[:-1])  # (..., 1): no boundaries before the row
+        first, second = after[..., ::2, :], after[..., 1::2, :]
+        after = second.gather(-1, first)  # the second after the first
+    history = after.new_zeros(after.shape[:-1])  # (B, 1): no boundaries before the row
     for table in reversed(levels):
-        second = table[..., ::2, :].gather(-1, history[..., None])[..., 0]
-        history = torch.stack((history, second), -1).flatten(-2)  # twice as many positions
-    history = history[..., :N, None]
+        first = table[..., ::2, :]
+        between = first.gather(-1, history[..., None])[..., 0]  # the history after the first
+        history = torch.stack((history, between), -1).flatten(-2)  # twice as many positions
+    history = history[..., :N, None]  # without the padding
     return decision.gather(-1, history)[..., 0], history
 
 
-# ---- Select: where the tokens of all rows lie.
+# ---- Select: where the tokens of all rows lie. F.embedding(i, Z) is Z[i], with a faster gradient.
+TOKEN_MULTIPLE = 16 if torch.cuda.is_available() else 8  # pad M to a multiple: aligned loads
+T_MULTIPLE = 64  # pad T likewise, at most to B * M: products with odd sizes are slow
+
+
 def token_layout(a):
     """Index tensors that pack the tokens of all rows end to end, for boundaries a (B, N) bool.
 
     a[:, 0] must be True. All are int64:
 
-        byte (T,)         the byte where each token ends, counted through all rows
-        token (B, N)      the token that each byte reads: the last one that ends at or before it
-        positions (B, M)  the positions of a row's tokens, which are those of their bytes
+        ends (T,)         the byte where each token ends, counted through all rows
+        reads (B, N)      the token that each byte reads: the last one that ends at or before it
+        positions (B, M)  the position of each token of a row, which is that of its last byte
         places (T,)       the place of each token among the B * M places of positions
 
     T is rounded up with filler tokens of byte 0. They lie after their row's own tokens, where
     causal attention hides them, and no byte reads them.
     """
-    byte = a.flatten().nonzero()[:, 0]  # the CPU waits for the GPU
-    token = a.flatten().cumsum(0).view_as(a) - 1
+    ends = a.flatten().nonzero()[:, 0]  # the CPU waits for the GPU, here and below
+    reads = a.flatten().cumsum(0).view_as(a) - 1
     count = a.sum(1, keepdim=True)
-    M = math.ceil(int(count.max()) / TOKEN_MULTIPLE) * TOKEN_MULTIPLE  # the CPU waits for the GPU
-    own = torch.arange(M, device=a.device) < count  # (B, M)
-    T = min(math.ceil(len(byte) / T_MULTIPLE) * T_MULTIPLE, own.numel())
-    places = (~own).flatten().int().argsort(stable=True)[:T]  # the tokens' places, then fillers'
-    byte = F.pad(byte, (0, T - len(byte)))
-    positions = in_rows(byte % a.size(1), places, own.shape)
-    return byte, token, positions, places
-
-
-def in_rows(z, places, shape):
-    """Rows of zeros (B, M, ...) with tokens z (T, ...) at their places; `shape` is (B, M)."""
-    rows = z.new_zeros(*shape, *z.shape[1:])
-    return rows.flatten(0, 1).index_copy(0, places, z).view_as(rows)
+    M = math.ceil(int(count.max()) / TOKEN_MULTIPLE) * TOKEN_MULTIPLE
+    used = torch.arange(M, device=a.device) < count  # (B, M), the places that hold a token
+    used = used.flatten()
+    T = math.ceil(len(ends) / T_MULTIPLE) * T_MULTIPLE
+    T = min(T, len(used))
+    places = torch.cat((used.nonzero(), (~used).nonzero()))  # the fillers' come last
+    places = places[:T, 0]
+    ends = F.pad(ends, (0, T - len(ends)))
+    positions = torch.zeros_like(used, dtype=torch.int64)
+    positions[places] = ends % a.size(1)
+    return ends, reads, positions.view(len(a), M), places
 
 
 # ---- The model.
 class Head(nn.Module):
-    """Predicts the next byte from one vector per byte; eq. 6, 14."""
+    """Predicts the next byte from one vector per byte; eq. 6, 14. The soft-cap is Gemma 2's."""
 
     def __init__(self, dim):
         super().__init__()
         self.norm = RMSNorm(dim)
         self.linear = nn.Linear(dim, VOCAB_SIZE, bias=False)
+        nn.init.normal_(self.linear.weight, std=0.02)
 
     def logits(self, Z):
         """Z (..., D) -> (..., 257), float32."""
@@ -304,148 +299,93 @@ class Head(nn.Module):
         return -F.cross_entropy(logits, y.flatten(), reduction="none").view_as(y)
 
 
-class Model(nn.Module):
-    """Byte encoder, policy, middle transformer and byte decoder. The losses are in train.py."""
+class UNet(nn.Module):
+    """Byte encoder, middle transformer and byte decoder, for given boundaries; section 2.2."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        learned = config.boundaries == "learned"
         D, heads, window = config.embedding_dim, config.num_heads, config.attention_window
         self.embedding = nn.Embedding(VOCAB_SIZE, D)
         self.down = nn.ModuleList(Block(D, heads, D, window) for _ in range(config.n_down_layers))
-        if learned:
-            self.policy = Policy(config)
         self.middle = nn.ModuleList(Block(D, heads, 4 * D) for _ in range(config.n_mid_layers))
         self.up = nn.ModuleList(Block(D, heads, D, window) for _ in range(config.n_up_layers))
-        self.head = Head(D)
-
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
-        nn.init.normal_(self.head.linear.weight, std=0.02)
-        if learned:
-            self.policy.initialize()
-            if config.early_exit:
-                self.early_head = copy.deepcopy(self.head)  # W_early, eq. 14
+        self.head = Head(D)
 
-    def run(self, blocks, x, positions=None, places=None):
+    def run(self, blocks, x, positions, places=None):
         """Applies blocks to bytes x (B, N, D) at positions (N,), or tokens (T, D) at (B, M).
 
-        Without positions, bytes are numbered from 0.
+        sample.py passes one position at a time: x (R, 1, D) at positions (1,).
         """
-        if positions is None:
-            positions = torch.arange(x.size(1), device=x.device)
-        cos, sin = rope(positions, self.config.embedding_dim // self.config.num_heads)
+        head_dim = self.config.embedding_dim // self.config.num_heads
+        pair = torch.arange(0, head_dim, 2, device=x.device)
+        frequency = ROPE_BASE ** (-pair.float() / head_dim)
+        angle = positions[..., None, None] * frequency
+        cos, sin = angle.cos(), angle.sin()  # (..., 1, head_dim / 2)
         for block in blocks:
             x = block(x, cos, sin, places)
         return x
 
     def encode(self, x):
         """Bytes x (B, N) -> X (B, N, D); eq. 1."""
-        return self.run(self.down, self.embedding(x))
+        positions = torch.arange(x.size(1), device=x.device)
+        return self.run(self.down, self.embedding(x), positions)
 
-    def upsample(self, X, selected, tokens, token):
+    def upsample(self, X, tokens, reads):
         """Hands the tokens back to the bytes: Y (B, N, D); eq. 5, 9.
 
-        X (B, N, D), selected X' and tokens Y' (T, D); token (B, N): the one that each byte reads.
+        X (B, N, D), tokens Y' (T, D), reads (B, N): the token that each byte reads.
         """
-        return X + F.embedding(token, tokens)  # eq. 9 as written: Y', not Y' - X'
+        return X + F.embedding(reads, tokens)  # eq. 9 as written: Y', not Y' - X'
 
     def decode(self, Y):
         """Y (B, N, D) -> what the head reads, (B, N, D); eq. 6."""
-        return self.run(self.up, Y)
+        positions = torch.arange(Y.size(1), device=Y.device)
+        return self.run(self.up, Y, positions)
 
-    def predict(self, X, a):
-        """X (B, N, D) and one draw a (B, N) bool -> what the head reads, (B, N, D); eq. 3-9."""
-        byte, token, positions, places = token_layout(a)
-        selected = F.embedding(byte, X.flatten(0, 1))  # X' (T, D), eq. 3, 7-8
+    def after_encoder(self, X, a):
+        """X (B, N, D) and boundaries a (B, N) bool -> what the head reads, (B, N, D); eq. 3-9."""
+        ends, reads, positions, places = token_layout(a)
+        selected = F.embedding(ends, X.flatten(0, 1))  # X' (T, D), eq. 3, 7-8
         tokens = self.run(self.middle, selected, positions, places)  # Y' (T, D), eq. 4
-        Y = self.upsample(X, selected, tokens, token)
-        return self.decode(Y)
+        return self.decode(self.upsample(X, tokens, reads))
+
+
+class Model(UNet):
+    """The paper's model: a policy draws the boundaries; sections 2.3 to 2.6. Losses: train.py."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.policy = Policy(config)
+        if config.redrawn == 0:
+            self.early_head = copy.deepcopy(self.head)  # W_early, eq. 14
 
     def forward(self, x, y, u):
-        """x, y (B, N), uniforms u (K, B, N) -> logp (K, B, N), early_logp (B, N), l, a (K, B, N).
+        """x, y (B, N), uniforms u (B + R, N) -> logp, l, a (B + R, N), and early_logp (B, N).
 
-        x_0 is <bos>, a is bool. logp_i is log p(y_i | x_0..x_i, a_0..a_i) in nats; early_logp is
-        the early exit's, or 0 without one. l_i and a_i depend on no later byte or decision either.
+        x_0 is <bos>; a is bool. logp_i is log p(y_i | x_0..x_i, a_0..a_i) in nats, early_logp_i the
+        early exit's, or 0 without one. Nothing at i depends on a later byte or decision.
 
-        Only the first draw's logp has a gradient: further draws are there for their rewards, and
-        run only from the middle on. l has a gradient for all draws. A fraction `redrawn` of the
-        rows, the first ones, is drawn again. The others repeat their first draw, so that their
-        advantage is 0.
+        The first R rows are drawn twice. The second draws stand at the end. They are there for
+        their rewards, so their logp has no gradient.
         """
+        B, R = len(x), len(u) - len(x)
         X = self.encode(x)  # eq. 1
-        l = self.policy(X)  # (B, N, 2^w), eq. 21-23
-        p = l.detach().sigmoid()  # eq. 20
+        table = self.policy(X)  # (B, N, 2^w): l for each history, eq. 21-23
+        table = torch.cat((table, table[:R]))
+        p = table.detach().sigmoid()  # eq. 20
         p[:, 0] = 1.0  # <bos> is a token, so that every byte has one to read from
-        a, history = draw(p, u)  # (K, B, N), eq. 2, 19
-        again = math.ceil(self.config.redrawn * len(x))  # rows that are drawn again
-        a[1:, again:] = a[0, again:]
-        history[1:, again:] = history[0, again:]
-        l = l[None].take_along_dim(history, -1)[..., 0]
-        logp = [self.head(self.predict(X, a[0]), y)]
-        with torch.no_grad():
-            for other in a[1:]:
-                other_logp = self.head(self.predict(X[:again], other[:again]), y[:again])
-                logp.append(torch.cat((other_logp, logp[0][again:])))
-        early_logp = torch.zeros_like(logp[0])
-        if self.config.early_exit:
+        a, history = draw(p, u)  # eq. 2, 19
+        l = table.gather(-1, history)[..., 0]
+        logp = self.head(self.after_encoder(X, a[:B]), y)
+        early_logp = torch.zeros_like(logp)
+        if self.config.redrawn == 0:
             early_logp = self.early_head(X, y)  # eq. 14
-        return torch.stack(logp), early_logp, l, a
-
-
-def inputs_and_targets(rows, device="cpu"):
-    """Rows (B, N) uint8 -> x, y (B, N) int64: y is the rows; x is <bos>, then y's start."""
-    y = torch.from_numpy(rows).to(device).long()
-    return F.pad(y[:, :-1], (1, 0), value=BOS), y
-
-
-# ---- Making and loading models.
-def make_model(hyperparameters):
-    """A new model, learned or of another system. ValueError if there is no such system.
-
-    hyperparameters is a dictionary. Other keys than ModelConfig's are ignored.
-    """
-    known = {field.name for field in fields(ModelConfig)}
-    if missing := sorted(known - hyperparameters.keys()):
-        print(f"ModelConfig's defaults are used for {', '.join(missing)}", file=sys.stderr)
-    config = ModelConfig(**{key: hyperparameters[key] for key in known & hyperparameters.keys()})
-    if config.boundaries == "learned":
-        return Model(config)
-    from experiments.systems import make_system  # not above: that file imports this one
-    return make_system(config)
-
-
-def read_checkpoint(path):
-    """What train.py saved, on the CPU. OSError if it is not there, ValueError if it is damaged."""
-    if not Path(path).exists():
-        raise FileNotFoundError(f"there is no checkpoint {path}; train.py writes one")
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # damaged bytes can raise nearly anything
-        raise ValueError(f"{path} is damaged, or not a checkpoint: {error}") from error
-    if "config" not in saved:
-        raise ValueError(f"{path} is not a checkpoint of train.py")
-    return saved
-
-
-def load_checkpoint(path):
-    """The saved model, in evaluation mode on the CPU, and the checkpoint it came from.
-
-    Raises as read_checkpoint and load_weights do.
-    """
-    saved = read_checkpoint(path)
-    model = make_model(saved["config"])
-    load_weights(model, saved, path)
-    return model.eval(), saved
-
-
-def load_weights(model, saved, path):
-    """Loads the weights that train.py saved. ValueError if they are not this model's."""
-    try:
-        model.load_state_dict(saved["model"])
-    except RuntimeError as error:
-        raise ValueError(f"{path} does not fit the model: {error}") from error
+        if R > 0:
+            with torch.no_grad():
+                second = self.head(self.after_encoder(X[:R], a[B:]), y[:R])
+            logp = torch.cat((logp, second))
+        return logp, early_logp, l, a

@@ -28,7 +28,20 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from config.terminal import argument_parser, fail, one_line_errors, whole_number
+from configurator import UserError, argument_parser
+from contextlib import nullcontext as one_line_errors
+
+
+def fail(message, code=2):
+    raise UserError(message)
+
+
+def whole_number(text):
+    number = float(text)
+    if number < 1 or number % 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive whole number")
+    return int(number)
+
 
 SPLITS = "train", "val"
 HF_PRESETS = {
@@ -47,10 +60,10 @@ def open_shards(folder, split, seq_len):
     """
     meta = Path(folder, "meta.json")
     if not meta.exists():
-        raise ValueError(f"no {meta}; make the data first: python prepare.py --help")
+        raise UserError(f"no {meta}; make the data first: python prepare.py --help")
     state = json.loads(meta.read_text())
     if state["options"]["seq_len"] % seq_len:
-        raise ValueError(f"seq_len={seq_len} does not divide the {state['options']['seq_len']} "
+        raise UserError(f"seq_len={seq_len} does not divide the {state['options']['seq_len']} "
                          f"bytes of a row in {folder}")
     return map_shards(folder, split, state, seq_len)
 
@@ -67,7 +80,7 @@ def map_shards(folder, split, state, seq_len):
         path = Path(folder, f"{split}_{start // shard_bytes:05d}.bin")
         size = min(shard_bytes, total - start)
         if not path.exists() or path.stat().st_size < size:
-            raise ValueError(f"{path} is missing or shorter than {size} bytes; remove {folder} and "
+            raise UserError(f"{path} is missing or shorter than {size} bytes; remove {folder} and "
                              "make the data again")
         shards.append(np.memmap(path, np.uint8, "r", shape=(size // seq_len, seq_len)))
     return shards

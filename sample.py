@@ -14,55 +14,56 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
-from config.command_line import CHOICES, device_and_dtype
-from config.terminal import argument_parser, fail, marked, one_line_errors, whole_number
-from model import BOS, load_checkpoint, softcapped_attention
+from configurator import UserError, argument_parser, device_and_dtype, marked, run
+from experiments.systems import load_checkpoint
+from model import BOS, softcapped_attention
 
 
 class Cache:
     """Replaces Attention.attend during generation: keeps the keys and values of one layer.
 
-    Each call brings one new position for some rows. Before it, generate sets `rows` (R,), the
-    numbers of these rows, and `position` (R,) or (1,), how many positions each has so far. With a
+    Each call brings one new position for some rows. Before it, generate sets now.rows (R,), the
+    numbers of these rows, and now.position (R,) or (1,), how many positions each has so far. With a
     window, the newest position overwrites the oldest one.
     """
 
-    def __init__(self, size):
+    def __init__(self, size, now):
         self.size = size
+        self.now = now
         self.k = None
 
     def __call__(self, q, k, v):  # (R, heads, 1, head_dim)
+        rows, position = self.now.rows, self.now.position
         if self.k is None:
             self.k = k.new_zeros(len(k), k.size(1), self.size, k.size(3))
             self.v = torch.zeros_like(self.k)
-        slot = self.position % self.size
-        self.k[self.rows, :, slot] = k[:, :, 0]
-        self.v[self.rows, :, slot] = v[:, :, 0]
-        used = min(int(self.position.max()) + 1, self.size)
-        mask = torch.arange(used, device=k.device) <= self.position[:, None]  # (R, used)
-        k = self.k[self.rows, :, :used]
-        v = self.v[self.rows, :, :used]
+        slot = position % self.size
+        self.k[rows, :, slot] = k[:, :, 0]
+        self.v[rows, :, slot] = v[:, :, 0]
+        used = min(int(position.max()) + 1, self.size)
+        mask = torch.arange(used, device=k.device) <= position[:, None]  # (R, used)
+        k = self.k[rows, :, :used]
+        v = self.v[rows, :, :used]
         return softcapped_attention(q, k, v, mask[:, None, None])
 
 
 def next_byte(logits, temperature, top_k):
     """Draws one byte per row from logits (B, 257); temperature 0 takes the likeliest one."""
-    logits = logits.clone()
-    logits[:, BOS] = -torch.inf  # not a byte
+    logits = logits[:, :BOS]  # <bos> is no byte
     if temperature == 0:
         return logits.argmax(-1)
-    if top_k is not None:
-        smallest = logits.topk(min(top_k, BOS)).values[:, -1:]
-        logits[logits < smallest] = -torch.inf
+    smallest = logits.topk(min(top_k, logits.size(1))).values[:, -1:]
+    logits = logits.masked_fill(logits < smallest, -torch.inf)
     return torch.multinomial((logits / temperature).softmax(-1), 1)[:, 0]
 
 
 @torch.no_grad()
-def generate(model, x, max_new_bytes, temperature=1.0, top_k=None):
+def generate(model, x, max_new_bytes, temperature, top_k):
     """Continues the prompts x (B, N), x_0 = <bos>, with a model in evaluation mode.
 
     Yields for every byte after <bos>, starting with the prompt's: the byte, whether a token ends
@@ -70,26 +71,25 @@ def generate(model, x, max_new_bytes, temperature=1.0, top_k=None):
     (B,). A byte costs one position of the byte layers, and one of the middle where a token ends; a
     prompt is read byte by byte too.
     """
-    if model.config.boundaries != "learned":
+    if model.config.system != "learned":
         yield from generate_without_cache(model, x, max_new_bytes, temperature, top_k)
         return
     B, N = x.shape
-    byte_layers = [block.attention for block in (*model.down, *model.up)]
-    token_layers = [block.attention for block in model.middle]
-    for attention in byte_layers + token_layers:
-        attention.attend = Cache(attention.window or N + max_new_bytes)
+    bytes_now, tokens_now = SimpleNamespace(), SimpleNamespace()
+    blocks = [*model.down, *model.middle, *model.up]
+    for block in blocks:
+        window = block.attention.window  # the token layers have none
+        now = bytes_now if window else tokens_now
+        block.attention.attend = Cache(window or N + max_new_bytes, now)
     try:
         all_rows = torch.arange(B, device=x.device)
         history = torch.zeros_like(all_rows)  # bit j-1 is a_{i-j}, as in Policy
         count = torch.zeros_like(all_rows)  # tokens of each row so far
-        selected = torch.zeros(B, model.config.embedding_dim, device=x.device)  # each row's last X'
-        tokens = torch.zeros_like(selected)  # each row's last Y'
+        tokens = torch.zeros(B, model.config.embedding_dim, device=x.device)  # each row's last Y'
         for i in range(N + max_new_bytes):
             byte = x[:, i] if i < N else next_byte(logits, temperature, top_k)
             position = torch.tensor([i], device=x.device)
-            for attention in byte_layers:
-                attention.attend.rows = all_rows
-                attention.attend.position = position
+            bytes_now.rows, bytes_now.position = all_rows, position
             X = model.run(model.down, model.embedding(byte[:, None]), position)  # (B, 1, D)
             l = model.policy(X)[:, 0]  # (B, 2^w)
             p = l.gather(1, history[:, None])[:, 0].sigmoid()
@@ -99,20 +99,17 @@ def generate(model, x, max_new_bytes, temperature=1.0, top_k=None):
             history = (2 * history + a) % l.size(1)
             rows = a.nonzero()[:, 0]
             if len(rows) > 0:
-                for attention in token_layers:
-                    attention.attend.rows = rows
-                    attention.attend.position = count[rows]
-                selected[rows] = X[rows, 0]
+                tokens_now.rows, tokens_now.position = rows, count[rows]
                 tokens[rows] = model.run(model.middle, X[rows], position)[:, 0]
                 count[rows] += 1
-            Y = model.upsample(X, selected, tokens, all_rows[:, None])
+            Y = model.upsample(X, tokens, all_rows[:, None])
             Z = model.run(model.up, Y, position)[:, 0]
             if i > 0:
                 yield byte, a, p, F.cross_entropy(logits, byte, reduction="none")
             logits = model.head.logits(Z)
     finally:
-        for attention in byte_layers + token_layers:
-            del attention.attend  # restores the class's method
+        for block in blocks:
+            del block.attention.attend  # restores the class's method
 
 
 @torch.no_grad()
@@ -133,7 +130,7 @@ def generate_without_cache(model, x, max_new_bytes, temperature, top_k):
 
 @torch.no_grad()
 def scored(model, text, deterministic=False):
-    """Yields (byte, a, p, nats) for the bytes of a text, read in rows as long as in training.
+    """Yields (byte, a, p, nats) for the bytes of a text, read in rows of seq_len bytes.
 
     Boundaries are drawn, or with deterministic=True they are where p > 1/2.
     """
@@ -141,35 +138,37 @@ def scored(model, text, deterministic=False):
     for start in range(0, len(text), model.config.seq_len):
         row = text[start : start + model.config.seq_len]
         x = torch.tensor([[BOS, *row]], device=device)
-        y = x.roll(-1)  # its last byte does not matter
-        u = torch.rand(1, *x.shape).to(device)
+        y = x.roll(-1)  # the last target is unused
+        u = torch.rand(x.shape).to(device)
         if deterministic:
             u.fill_(0.5)
         logp, _, l, a = model(x, y, u)
-        nats = -logp[0, 0, :-1]
-        yield from zip(row, a[0, 0, 1:].tolist(), l[0, 0, 1:].sigmoid().tolist(), nats.tolist())
+        nats = -logp[0, :-1]
+        yield from zip(row, a[0, 1:].tolist(), l[0, 1:].sigmoid().tolist(), nats.tolist())
 
 
 def load(out_dir="out"):
-    """The model that train.py saved in a folder, in evaluation mode on the CPU."""
+    """The model that train.py saved in a folder, in evaluation mode on the CPU. Or UserError."""
     model, _ = load_checkpoint(Path(out_dir).expanduser() / "ckpt.pt")
     return model
 
 
 def tokens(model, text, deterministic=False):
-    """Yields the tokens of a text, a str or bytes, with the probability p that they end there.
+    """Yields (start, end, p) for the tokens of a text, a str or bytes.
 
-    Bytes that are not UTF-8 by themselves, such as half a character, appear as escapes: \\xc3.
+    A token is the text's bytes from start to end, without end. p is the policy's probability that
+    it ends there.
     """
     text = text if isinstance(text, bytes) else text.encode()
     start = 0
-    for i, (_, a, p, _) in enumerate(scored(model, text, deterministic), 1):
-        if a or i == len(text):
-            yield text[start:i].decode(errors="backslashreplace"), p
-            start = i
+    for end, (_, a, p, _) in enumerate(scored(model, text, deterministic), 1):
+        if a or end == len(text):
+            yield start, end, p
+            start = end
 
 
 def main(argv=None):
+    """Runs the command line. Raises UserError."""
     parser = argument_parser(__doc__)
     add = parser.add_argument
     add("--out_dir", default="out", help="folder where train.py left ckpt.pt (%(default)s)")
@@ -179,43 +178,39 @@ def main(argv=None):
     given("--text", help="show the boundaries of this text")
     add("--deterministic", action="store_true",
         help="draw nothing: a token of the given text ends where p > 1/2")
-    add("--num_samples", type=whole_number, default=1, help="texts to generate (%(default)s)")
-    add("--max_new_bytes", type=whole_number, default=300,
-        help="length of each text (%(default)s)")
+    add("--num_samples", type=int, default=1, help="texts to generate (%(default)s)")
+    add("--max_new_bytes", type=int, default=300, help="length of each text (%(default)s)")
     add("--temperature", type=float, default=0.8,
         help="below 1: likelier bytes; 0: always the likeliest (%(default)s)")
-    add("--top_k", type=whole_number, default=50,
-        help="draw from this many likeliest bytes (%(default)s)")
+    add("--top_k", type=int, default=50, help="draw from this many likeliest bytes (%(default)s)")
     add("--seed", type=int, default=1337)
-    add("--device", default="auto", choices=CHOICES["device"])
+    add("--device", default="auto", help="cpu, cuda or mps (%(default)s)")
     options = parser.parse_args(argv)
+    for key in "num_samples", "max_new_bytes", "top_k":
+        if vars(options)[key] < 1:
+            raise UserError(f"--{key}={vars(options)[key]} must be at least 1")
     if not 0 <= options.temperature < math.inf:
-        fail(f"--temperature={options.temperature} must be at least 0")
+        raise UserError(f"--temperature={options.temperature} must be at least 0")
     device, _ = device_and_dtype(options.device, "float32")
+    model = load(options.out_dir).to(device)
     text = None
-    with one_line_errors():
-        model = load(options.out_dir)
-        if options.score == "-":
-            text = sys.stdin.buffer.read()
-        elif options.score:
-            text = Path(options.score).expanduser().read_bytes()
-        elif options.text is not None:
-            text = os.fsencode(options.text)
+    if options.score == "-":
+        text = sys.stdin.buffer.read()
+    elif options.score:
+        text = Path(options.score).expanduser().read_bytes()
+    elif options.text is not None:
+        text = os.fsencode(options.text)
     if text == b"":
-        fail("the given text is empty")
+        raise UserError("the given text is empty")
 
     torch.manual_seed(options.seed)
-    model.to(device)
     prompt = torch.tensor([[BOS, *os.fsencode(options.start)]], device=device)
     started = time.perf_counter()
-    n = ends = nats = 0
+    steps = []
 
-    def counted(stream):
-        nonlocal n, ends, nats
-        for byte, a, p, byte_nats in stream:
-            n += 1
-            ends += bool(a)
-            nats += float(byte_nats)
+    def kept(stream):
+        for byte, a, p, nats in stream:
+            steps.append((bool(a), float(nats)))
             yield int(byte), bool(a), float(p)
 
     for _ in range(1 if text else options.num_samples):
@@ -224,19 +219,16 @@ def main(argv=None):
         else:
             stream = generate(
                 model, prompt, options.max_new_bytes, options.temperature, options.top_k)
-        for piece in marked(counted(stream)):
+        for piece in marked(kept(stream)):
             print(piece, end="", flush=True)
         print("\n" + "-" * 80)
     seconds = time.perf_counter() - started
+    n = len(steps)
+    ends = sum(a for a, _ in steps)
+    bits = sum(nats for _, nats in steps) / math.log(2)
     print(f"{n} bytes, {ends} tokens, {n / max(ends, 1):.2f} bytes per token, "
-          f"{nats / math.log(2) / n:.3f} bits per byte, {n / seconds:.0f} bytes per second")
+          f"{bits / n:.3f} bits per byte, {n / seconds:.0f} bytes per second")
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # the reader, for example `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    run(main)

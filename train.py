@@ -22,24 +22,28 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._inductor import exc as inductor
-from torch.nn.parallel import DistributedDataParallel
 
 import prepare
-from config.command_line import check, device_and_dtype, read_command_line
-from config.terminal import fail, marked, one_line_errors
-from experiments.measures import executed_flops, muon_flops, where_tokens_end
-from model import (
-    Block, Head, Policy, inputs_and_targets, load_weights, make_model, read_checkpoint)
+from configurator import UserError, check, device_and_dtype, characters, marked, read_command_line, run, say
+from experiments.systems import load_weights, make_model, read_checkpoint, save_checkpoint
+from model import BOS, Block, Head, Policy, token_layout
 
 # ---- Hyperparameters. The values are the quick run's; config/ holds the paper's. ----------------
-# A flag takes the type of its default, so the default is 1.0, not 1, where 0.5 makes sense.
+# A flag is parsed as the type of its default: write 1.0 for a float. The quick run differs from the
+# paper in
+#   1. two draws of half of the rows, each the other's baseline, instead of an early exit
+#   2. policy_window 1, not 8 (the paper has it as an ablation), and gamma 0.97, not 0.99
+#   3. a policy with its own learning rate
+#   4. Muon instead of AdamW for the matrices of the blocks, and a weight decay of 0.3
+#   5. a linear decay of the learning rates instead of a cosine
+#   6. byte layers that see 8 bytes, not 64
 
 # files
 data = "data/stdlib"  # folder of shards made by prepare.py; this one is made on first use
 out_dir = "out"  # receives ckpt.pt and log.jsonl
 resume = False  # continue from out_dir/ckpt.pt, with its hyperparameters unless flags change them
 # model
+system = "learned"  # or uniform, hnet, ..., or another run's ckpt.pt: experiments/systems.py
 seq_len = 256  # bytes in a row; must divide the row length given to prepare.py
 embedding_dim = 128  # D, for bytes and tokens alike
 num_heads = 2  # attention heads in every layer
@@ -48,25 +52,22 @@ n_mid_layers = 4  # token layers
 n_up_layers = 1  # byte layers after the middle
 attention_window = 8  # a byte layer sees this many bytes, including the current one
 # boundaries
-boundaries = "learned"  # or uniform, hnet, ..., or another run's ckpt.pt: experiments/systems.py
 downsample_rate_target = 1 / 5  # tokens per byte
 policy_window = 1  # w, eq. 21: each decision sees this many earlier decisions
 policy_scale = 16.0  # S, eq. 22
-policy_softcap = 5.0  # eq. 23: keeps logits between -5 and 5, in training only
+policy_softcap = 5.0  # eq. 23: keeps p between 0.7% and 99.3%, in training only
 # loss
-num_draws = 2  # K draws per row, each compared with the others; 1: the paper's estimator, eq. 15-17
-redrawn = 1 / 2  # fraction of rows drawn K times; if K > 1, only these teach the policy
-early_exit = False  # a second head predicts from X alone and gives the paper's baseline, eq. 14-15
+redrawn = 1 / 2  # fraction of rows drawn twice, to compare the draws; 0: the paper's eq. 14-15, 17
 gamma = 0.97  # discount of later rewards, eq. 16; larger looks further ahead, with more noise
 lambda_pi = 1e-2  # weight of the policy loss, eq. 27
 lambda_target = 1e-2  # weight of L_tgt, which keeps the rate near its target
-lambda_early = 1e-1  # weight of the early exit's loss
+lambda_early = 1e-1  # weight of the early exit's loss; there is one if redrawn is 0
 # optimizers
 training_bytes = 4_000_000  # length of the run
 effective_batch_size = 16  # rows in a training step, over all processes and micro-batches
-batch_size = 16  # rows in a micro-batch; eq. 17 and 24 average over one from each process
+batch_size = 16  # rows in a micro-batch; eq. 17 and 24 average over one micro-batch per process
 learning_rate = 3e-3  # peak, reached after the warm-up; falls to 0 at the end
-cosine = False  # learning rates fall along a cosine, as in the paper; if False, linearly
+cosine = False  # True: learning rates fall along a cosine, as in the paper; False: linearly
 muon_learning_rate = 6e-3  # peak for the blocks' matrices, trained by Muon; 0: all by AdamW
 policy_learning_rate = 0.06  # peak for the policy's matrices, whose output is divided by S
 warmup_bytes = 200_000  # linear warm-up
@@ -86,7 +87,15 @@ DEFAULTS = {key: value for key, value in globals().items()
             if type(value) in (int, float, bool, str) and key[0] != "_"}
 
 
-# ---- Losses. logp, R, G, A, l and a are (K, B, N), for all draws. Log-likelihoods are in nats.
+VAL_LINE = ("step {step} val {val_bpb:.3f} bits/byte, rate {val_rate:.3f} | "
+            "{ends_between:.0%} of tokens end between words")
+LOG_LINE = ("step {step} {bytes:,} bytes | {bpb:.3f} bits/byte, rate {rate:.3f}, "
+            "{undecided:.0%} undecided | norm {grad_norm:.2f} | "
+            "{bytes_per_second:,.0f} bytes/s, {minutes_left:.1f} min left")
+
+
+# ---- Losses. Log-likelihoods are in nats. logp, l, a and A are (B + R, N): second draws come last.
+# Where the paper sums over positions (eq. 18, 25, 26), these are means, as in the authors' code.
 def mean_over_processes(z):
     """Replaces a tensor by its mean over all processes. Every process must call this."""
     if dist.is_initialized():
@@ -95,20 +104,17 @@ def mean_over_processes(z):
 
 
 def discounted_return(R, gamma):
-    """G_i = sum_k gamma^k R_{i+k}, eq. 16, in log2(N) doublings; R and G (..., N)."""
-    G, reach = R, 1
+    """G_i = sum_k gamma^k R_{i+k}, eq. 16, in log2(N) doublings; R and G (..., N).
+
+    Our R_i rewards the prediction made at i; it is the paper's R_{i+1}.
+    """
+    G = R
+    reach = 1  # G_i sums this many rewards so far
     while reach < R.size(-1):
-        G = torch.add(G, F.pad(G[..., reach:], (0, reach)), alpha=gamma**reach)
+        later = F.pad(G[..., reach:], (0, reach))
+        G = torch.add(G, later, alpha=gamma**reach)
         reach *= 2
     return G
-
-
-def advantage(G):
-    """A (K, B, N): the return G (K, B, N) minus the return expected at that position."""
-    K = len(G)
-    if K == 1:
-        return G - mean_over_processes(G.mean(1))  # eq. 17: the mean over this micro-batch
-    return (G - G.mean(0)) * K / (K - 1)  # G_k minus the mean G_j of the row's other draws
 
 
 def negative_log_pi(l, a):
@@ -119,26 +125,36 @@ def negative_log_pi(l, a):
 def policy_loss(l, a, A):
     """L_pi, eq. 18: the mean of -log pi(a_i) A_i. Position 0 is forced and adds nothing.
 
-    With K > 1, rows drawn only once have A = 0 but count in the mean.
+    Its gradient estimates the second term of the gradient of eq. 10, eq. 13. L_auto's is the first,
+    eq. 12.
     """
-    return (negative_log_pi(l, a) * A)[..., 1:].sum() / l.numel()
+    return (negative_log_pi(l, a) * A)[:, 1:].sum() / l.numel()
 
 
-def losses(model, logp, early_logp, l, a, hp):
+def losses(logp, early_logp, l, a, hp):
     """The total loss, and its terms for the log: a dictionary of scalar tensors by name."""
-    L_auto = -logp[0].mean()  # eq. 25
-    if hp.boundaries != "learned":
-        L_boundary = model.boundary_loss(l, a)  # experiments/systems.py
+    if hp.system != "learned":
+        L_auto = -logp.mean()
+        L_boundary = early_logp  # in this place, the other systems return their own loss
         return L_auto + L_boundary, {"auto": L_auto, "boundary": L_boundary}
-    R = (logp - early_logp).detach()  # eq. 15; early_logp is 0 without an early exit
-    A = advantage(discounted_return(R, hp.gamma))  # eq. 16-17
+    B = len(early_logp)
+    L_auto = -logp[:B].mean()  # eq. 25
+    R = (logp[:B] - early_logp).detach()  # eq. 15
+    G = discounted_return(R, hp.gamma)  # eq. 16
+    A = G - mean_over_processes(G.mean(0))  # eq. 17
+    if hp.redrawn > 0:  # each draw of a row is the other's baseline
+        second = discounted_return(logp[B:], hp.gamma)
+        A = F.pad(G[: len(second)] - second, (0, 0, 0, B - len(second)))  # 0 for a single draw
+        A = torch.cat((A, -A[: len(second)]))
     L_pi = policy_loss(l, a, A)
-    mean_p = mean_over_processes(l.detach().sigmoid().mean())  # of one micro-batch per process
+    # mean l needs no mean over processes, since gradients are averaged. Position 0 counts too.
+    mean_p = mean_over_processes(l.detach().sigmoid().mean())
     L_tgt = l.mean() * (mean_p - hp.downsample_rate_target)  # eq. 24
     L_early = -early_logp.mean()  # eq. 26
     L = (L_auto + hp.lambda_pi * L_pi + hp.lambda_target * L_tgt
          + hp.lambda_early * L_early)  # eq. 27
-    return L, {"auto": L_auto, "early": L_early, "pi": L_pi, "target": L_tgt}
+    terms = {"auto": L_auto, "early": L_early, "pi": L_pi, "target": L_tgt, "advantage": A.std()}
+    return L, terms
 
 
 # ---- Data order: which rows a training step reads, and the uniforms of its draws.
@@ -151,22 +167,27 @@ def row_order(seed, epoch, n):
 def micro_batches(shards, first_row, hp, rank, world, device):
     """This process's micro-batches of the training step that starts at row first_row of the run.
 
-    A list of (x, y, u): x and y (B, N) int64, u (K, B, N). The rows and draws of a training step do
-    not depend on the number of processes or micro-batches.
+    A list of (x, y, u): <bos> and the row's start (B, N), the row (B, N), uniforms (B + R, N) for
+    all draws. Rows and draws do not depend on the number of processes or micro-batches.
     """
+    full = len(shards[0])  # rows in every shard but the last
     n = sum(map(len, shards))
-    K = hp.num_draws if hp.boundaries == "learned" else 1
-    mine = range(first_row + rank, first_row + hp.effective_batch_size, world)
-    rows = prepare.read_rows(shards, [row_order(hp.seed, i // n, n)[i % n] for i in mine])
+    rows = []
+    for i in range(first_row + rank, first_row + hp.effective_batch_size, world):
+        number = row_order(hp.seed, i // n, n)[i % n]
+        rows.append(shards[number // full][number % full])
+    y = torch.from_numpy(np.stack(rows)).to(device).long()
+    x = F.pad(y[:, :-1], (1, 0), value=BOS)
     generator = np.random.default_rng([hp.seed, 1, first_row])
-    u = generator.random((K, hp.effective_batch_size, hp.seq_len), np.float32)
-    x, y = inputs_and_targets(rows, device)
-    u = torch.from_numpy(u[:, rank::world]).to(device)
+    u = generator.random((2, hp.effective_batch_size, hp.seq_len), np.float32)
+    first, second = torch.from_numpy(u[:, rank::world]).to(device)
     B = hp.batch_size
-    return list(zip(x.split(B), y.split(B), u.split(B, 1)))
+    R = math.ceil(hp.redrawn * B)
+    u = [torch.cat((one, other[:R])) for one, other in zip(first.split(B), second.split(B))]
+    return list(zip(x.split(B), y.split(B), u))
 
 
-# ---- Optimizers.
+# ---- Optimizers and the training step.
 def orthogonalized(G):
     """Brings the singular values of each matrix in G (n, rows, columns) near 1.
 
@@ -183,27 +204,26 @@ def orthogonalized(G):
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps along each matrix's orthogonalized momentum; Jordan et al., 2024.
+    """Steps along the orthogonalized momentum of matrices; Jordan et al., 2024.
 
-    The same as torch.optim.Muon with adjust_lr_fn="match_rms_adamw". We do not use that class: it
-    always computes in bfloat16, slow on a T4 and on many CPUs, and updates one matrix at a time.
+    The matrices of a group have one shape. The same as torch.optim.Muon with
+    adjust_lr_fn="match_rms_adamw". We do not use that class: it always computes in bfloat16, which
+    is slow on a T4 and twenty times slower on CPUs without AVX512, and updates one matrix at a time.
     """
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            for shape in {p.shape for p in group["params"]}:
-                parameters = [p for p in group["params"] if p.shape == shape]
-                updates = []
-                for p in parameters:
-                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                    momentum.lerp_(p.grad, 0.05)
-                    updates.append(p.grad.lerp(momentum, 0.95))  # Nesterov momentum
-                updates = orthogonalized(torch.stack(updates))
-                lr = group["lr"]
-                for p, update in zip(parameters, updates):
-                    p.mul_(1 - lr * group["weight_decay"])
-                    p.sub_(update, alpha=lr * 0.2 * max(shape) ** 0.5)
+            matrices = group["params"]
+            G = torch.stack([p.grad for p in matrices])
+            state = self.state[matrices[0]]
+            momentum = state.setdefault("momentum", torch.zeros_like(G))
+            momentum.lerp_(G, 0.05)
+            update = orthogonalized(G.lerp(momentum, 0.95))  # Nesterov momentum
+            size = 0.2 * max(matrices[0].shape) ** 0.5
+            for p, direction in zip(matrices, update):
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(direction, alpha=group["lr"] * size)
 
 
 def make_optimizers(model, hp):
@@ -211,59 +231,88 @@ def make_optimizers(model, hp):
 
     A group's "peak" is its peak learning rate.
     """
-    block_matrices, matrices, vectors, policy = [], [], [], []
+    groups = []  # of AdamW, one for each parameter
+    matrices = {}  # of Muon, by shape
     for name, p in model.named_parameters():
+        peak, decay = hp.learning_rate, hp.weight_decay
         if p.dim() < 2:
-            vectors.append(p)
+            decay = 0
         elif name.startswith("policy."):
-            policy.append(p)
+            peak, decay = hp.policy_learning_rate, 0
         elif hp.muon_learning_rate and name.startswith(("down.", "middle.", "up.")):
-            block_matrices.append(p)
-        else:
-            matrices.append(p)
-    groups = [
-        {"params": matrices, "peak": hp.learning_rate, "weight_decay": hp.weight_decay},
-        {"params": vectors, "peak": hp.learning_rate},
-        {"params": policy, "peak": hp.policy_learning_rate}]
-    # the paper's betas, 0.9 and 0.999, are torch's defaults
-    adamw = torch.optim.AdamW(groups, weight_decay=0, fused=True)
-    group = {"params": block_matrices, "peak": hp.muon_learning_rate}
-    return adamw, Muon([group], {"weight_decay": hp.weight_decay})
+            matrices.setdefault(p.shape, []).append(p)
+            continue
+        groups.append({"params": p, "peak": peak, "weight_decay": decay})
+    adamw = torch.optim.AdamW(groups, fused=True)  # torch's defaults are the paper's betas
+    muon_groups = [{"params": same} for same in matrices.values()] or [{"params": []}]
+    muon = Muon(muon_groups, {"peak": hp.muon_learning_rate, "weight_decay": hp.weight_decay})
+    return adamw, muon
+
+
+def training_step(model, batches, optimizers, fraction, scaler, autocast, hp):
+    """One training step, at this fraction of the peak learning rates.
+
+    Returns the terms of the loss, l and a, all of the last micro-batch, and the gradient's norm.
+    """
+    for x, y, u in batches:
+        with autocast:
+            logp, early_logp, l, a = model(x, y, u)
+        L, terms = losses(logp, early_logp, l, a, hp)
+        scaler.scale(L / len(batches)).backward()
+    for p in model.parameters():
+        mean_over_processes(p.grad)
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * fraction
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
+    if math.isfinite(grad_norm):
+        with autocast:  # for Muon's matrix products
+            for optimizer in optimizers:
+                optimizer.step()
+    elif scaler.get_scale() <= 1:  # float16 starts far above 1, and the other dtypes stay at 1
+        raise UserError("the gradient is not finite; use smaller learning rates")
+    scaler.update()  # float16: after a step that overflowed, which is left out, halves the scale
+    model.zero_grad()
+    return terms, l, a, grad_norm
 
 
 # ---- Evaluation.
 @torch.no_grad()
-def evaluate(model, shards, eval_rows, batch_size, autocast):
-    """Validation metrics, and (byte, a, p) for the first 160 bytes of a row, for printing.
+def evaluate(model, shards, hp, autocast):
+    """Validation metrics, and (byte, a, p) for the bytes of a row, for printing.
 
     Rows and uniforms are the same every time. val_bpb is in bits per byte, val_stderr its standard
-    error over rows, and val_entropy the mean of -log pi(a_i) in nats.
+    error over rows, and ends_between the fraction of tokens whose last character is neither a letter nor a digit.
     """
-    n = sum(map(len, shards))
-    numbers = np.linspace(0, n - 1, min(eval_rows, n), dtype=int)
-    x, y = inputs_and_targets(prepare.read_rows(shards, numbers), model.embedding.weight.device)
-    u = torch.rand(1, *x.shape, generator=torch.Generator().manual_seed(0)).to(x.device)
-    outputs = []
+    rows = min(hp.eval_rows, sum(map(len, shards)))
+    fixed = SimpleNamespace(**vars(hp) | {"seed": 0, "effective_batch_size": rows, "redrawn": 0})
+    device = model.embedding.weight.device
+    bits, texts = [], []
+    tokens = 0
     model.eval()
-    for batch in zip(x.split(batch_size), y.split(batch_size), u.split(batch_size, 1)):
+    for x, y, u in micro_batches(shards, 0, fixed, 0, 1, device):
         with autocast:
-            logp, _, l, a = model(*batch)
-        outputs.append((-logp[0] / math.log(2), l[0], a[0]))
+            logp, _, l, a = model(x, y, u)
+        bits.append(-logp.mean(1) / math.log(2))  # of each row, per byte
+        tokens += a.sum().item()
+        for row in zip(x.tolist(), a.tolist(), l.sigmoid().tolist()):
+            texts.append(list(zip(*row))[1:])  # without <bos>
     model.train()
-    bits, l, a = map(torch.cat, zip(*outputs))
+    bits = torch.cat(bits)
+    ends = [character for text in texts for character, end, _ in characters(text) if end]
+    between = sum(not character.isalnum() for character in ends)
     metrics = {
         "val_bpb": bits.mean().item(),
-        "val_stderr": bits.mean(1).std().item() / math.sqrt(len(bits)),
-        "val_rate": a.float().mean().item(),
-        "val_entropy": negative_log_pi(l[:, 1:], a[:, 1:]).mean().item(),
-        **where_tokens_end(x, a)}
-    shown = zip(*(z[0, 1:161].tolist() for z in (x, a, l.sigmoid())))
-    return metrics, list(shown)
+        "val_stderr": bits.std().item() / math.sqrt(rows),
+        "val_rate": tokens / (rows * hp.seq_len),
+        "ends_between": between / max(len(ends), 1)}
+    return metrics, texts[0]
 
 
 # ---- The program. hp holds the hyperparameters above, as changed by files and flags.
 def prepare_torch(device, dtype):
-    """Sets torch up for training; returns the context for passes and Muon's matrix products."""
+    """Sets torch up for training; returns the autocast context of passes and Muon's products."""
     torch.set_float32_matmul_precision("high")
     torch.use_deterministic_algorithms(device == "cpu")  # resumed runs repeat to the last bit
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -273,54 +322,33 @@ def prepare_torch(device, dtype):
 def compile_model(model, **options):
     """Compiles the parts of the model in place. Layers of one kind share their compiled code."""
     torch._dynamo.config.specialize_float = True  # soft-caps become constants in dynamic graphs
-    torch._dynamo.config.optimize_ddp = False  # else DDP cuts a large block into several graphs
     for part in model.modules():
         if isinstance(part, (Block, Policy, Head)):
             part.compile(dynamic=part in model.middle, **options)  # the number of tokens varies
 
 
-stop_signals = []  # Ctrl-C adds to it: the run then saves a checkpoint and ends
-
-
-def request_stop(number, _):
-    stop_signals.append(number)
-    signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the program at once
-
-
-def main(argv):
+def train(argv):
     rank = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
 
     # ---- hyperparameters
-    chosen = read_command_line(argv, DEFAULTS, __file__)
+    chosen = read_command_line(argv, DEFAULTS)
     hp = SimpleNamespace(**DEFAULTS | chosen)
     checkpoint = Path(hp.out_dir, "ckpt.pt")
     saved = {}
-    with one_line_errors():
-        if rank == 0:
-            prepare.lock(checkpoint.parent)
-        if hp.resume:
-            saved = read_checkpoint(checkpoint)
-            old = saved["config"]
-            if unknown := sorted(old.keys() - DEFAULTS.keys()):
-                fail(f"{checkpoint} sets {', '.join(unknown)}, which train.py does not know")
-            for key in sorted(DEFAULTS.keys() - old.keys()):
-                print(f"{checkpoint} does not set {key}; using the default, {DEFAULTS[key]}")
-            old = DEFAULTS | old
-            hp = SimpleNamespace(**old | chosen)
-            for key in "seq_len", "num_heads":
-                if vars(hp)[key] != old[key]:
-                    fail(f"{key} cannot change when a run resumes; it was {old[key]}")
-            if (hp.muon_learning_rate > 0) != (old["muon_learning_rate"] > 0):
-                fail("muon_learning_rate cannot change from or to 0 when a run resumes; it was "
-                     f"{old['muon_learning_rate']}")
-        elif checkpoint.exists():
-            fail(f"{checkpoint} exists; continue it with --resume=True, or use another --out_dir")
-        check(hp, world)
-        torch.manual_seed(hp.seed)
-        model = make_model(vars(hp))
-        if saved:
-            load_weights(model, saved, checkpoint)
+    if rank == 0:
+        prepare.lock(checkpoint.parent)
+    if hp.resume:
+        saved = read_checkpoint(checkpoint)
+        hp = SimpleNamespace(**DEFAULTS | saved["config"] | chosen)
+    elif checkpoint.exists():
+        raise UserError(f"{checkpoint} exists; continue it with --resume=True, or use another "
+                        "--out_dir")
+    check(hp, world)
+    torch.manual_seed(hp.seed)
+    model = make_model(vars(hp))
+    if saved:
+        load_weights(model, saved, checkpoint)
 
     # ---- machine
     device, precision = device_and_dtype(hp.device, hp.dtype)
@@ -328,7 +356,8 @@ def main(argv):
     if device == "cuda":
         gpu = int(os.environ.get("LOCAL_RANK", 0))
         if gpu >= torch.cuda.device_count():
-            fail(f"this machine has {torch.cuda.device_count()} GPUs; start one process for each")
+            raise UserError(f"this machine has {torch.cuda.device_count()} GPUs; start one process "
+                            "for each")
         torch.cuda.set_device(gpu)
     if world > 1:
         dist.init_process_group("nccl" if device == "cuda" else "gloo", device_id=gpu)
@@ -336,34 +365,34 @@ def main(argv):
     scaler = torch.amp.GradScaler(device, enabled=precision == "float16")
 
     # ---- data
-    if rank == 0 and hp.data == "data/stdlib" and not Path(hp.data, "meta.json").exists():
+    if rank == 0 and hp.data == DEFAULTS["data"] and not Path(hp.data, "meta.json").exists():
         prepare.main([])
     if world > 1:
         dist.barrier()  # the others wait for the data
-    with one_line_errors():
-        train_shards = prepare.open_shards(hp.data, "train", hp.seq_len)
-        val_shards = prepare.open_shards(hp.data, "val", hp.seq_len)
+    train_shards = prepare.open_shards(hp.data, "train", hp.seq_len)
+    val_shards = prepare.open_shards(hp.data, "val", hp.seq_len)
     if world > 1:
         mine = saved.get("step"), Path(hp.data, "meta.json").read_bytes()
         everyones = [None] * world
         dist.all_gather_object(everyones, mine)
         if everyones.count(mine) < world:
             dist.destroy_process_group()  # gloo's threads may abort once Python has ended
-            fail("the processes see different checkpoints or data; with several nodes, put out_dir "
-                 "and data on a disk that all of them share")
+            raise UserError("the processes see different checkpoints or data; with several nodes, "
+                            "put out_dir and data on a disk that all of them share")
 
     # ---- model
     model.to(device)
     compiled = hp.compile and device != "mps"
     if compiled:
         compile_model(model)
-    net = DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 else model
 
     # ---- optimizers
     optimizers = make_optimizers(model, hp)
     adamw, muon = optimizers
-    muon.state = adamw.state  # one dictionary for all parameters
+    muon.state = adamw.state  # one dictionary, by parameter; each parameter has one optimizer
     if saved:
+        if (hp.muon_learning_rate > 0) != (saved["config"]["muon_learning_rate"] > 0):
+            raise UserError("muon_learning_rate cannot become or stop being 0 when a run resumes")
         for name, p in model.named_parameters():  # by name, since flags or code may change groups
             state = saved["optimizer"][name]
             adamw.state[p] = {key: value.to(device) for key, value in state.items()}
@@ -372,116 +401,114 @@ def main(argv):
 
     # ---- loop
     step_bytes = hp.effective_batch_size * hp.seq_len
+    end = math.ceil(hp.training_bytes / step_bytes) * step_bytes
     step = first_step = saved.get("step", 0)
-    rows_seen = saved.get("rows_seen", 0)
-    bytes_seen = rows_seen * hp.seq_len
+    bytes_seen = saved.get("bytes_seen", 0)
+    early_steps = hp.eval_interval // 4, hp.eval_interval // 2  # boundaries form early
     seconds = []  # of each training step since the last log line
     if rank == 0:
         log = checkpoint.with_name("log.jsonl").open("a", buffering=1)
         log.truncate(min(log.tell(), saved.get("log_bytes", 0)))  # drop lines after the checkpoint
-        print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters"
-              + "; compiling the first training steps may take a minute" * compiled)
-    signal.signal(signal.SIGINT, request_stop)
-    signal.signal(signal.SIGTERM, request_stop)  # from schedulers
+        say(f"{sum(p.numel() for p in model.parameters()):,} parameters"
+            + "; compiling the first training steps may take a minute" * compiled)
+        if saved and saved["config"]["training_bytes"] <= bytes_seen < end:
+            say("the learning rates had reached 0; for the added bytes they rise again")
 
     while True:
-        finished = bytes_seen >= hp.training_bytes
+        finished = bytes_seen >= end
         stopping = torch.tensor(float(len(stop_signals)), device=device)
         stopping = mean_over_processes(stopping) > 0
-        evaluating = step % hp.eval_interval == 0 or finished
+        evaluating = finished or step % hp.eval_interval == 0 or step in early_steps
         if rank == 0 and evaluating and (step > first_step or not saved):
-            rows = math.ceil(hp.redrawn * hp.batch_size)  # as in second draws: reuses their graph
-            metrics, shown = evaluate(model, val_shards, hp.eval_rows, rows, autocast)
+            metrics, text = evaluate(model, val_shards, hp, autocast)
             if not math.isfinite(metrics["val_bpb"]):
-                raise FloatingPointError(f"step {step}: the validation loss is not finite")
-            record = {"step": step, "bytes": bytes_seen, **metrics, "line": shown}
+                raise UserError("the validation loss is not finite; use smaller learning rates")
+            record = {"step": step, "bytes": bytes_seen, **metrics, "line": text[:160]}
             print(json.dumps(record), file=log)
-            print(f"step {step} val {metrics['val_bpb']:.3f} bits/byte, "
-                  f"rate {metrics['val_rate']:.3f} | "
-                  f"{metrics['ends_between']:.0%} of tokens end between words")
-            print("".join(marked(shown[:80])).replace("\n", "⏎"))
+            say(VAL_LINE.format(**record))
+            say("".join(marked(text[:80])).replace("\n", "⏎"))
         if rank == 0 and (evaluating or stopping) and step > first_step:
             moments = {name: adamw.state[p] for name, p in model.named_parameters()}
-            state = {
+            save_checkpoint(checkpoint, {
                 "model": model.state_dict(), "optimizer": moments,
                 "scaler": scaler.state_dict(), "config": vars(hp), "step": step,
-                "rows_seen": rows_seen, "log_bytes": os.path.getsize(log.name)}
-            part = checkpoint.with_suffix(".part")
-            try:
-                torch.save(state, part)
-                part.replace(checkpoint)  # so that ckpt.pt is never half-written
-            except (OSError, RuntimeError) as error:
-                fail(f"cannot write {checkpoint}, which is unchanged: {error}")
+                "bytes_seen": bytes_seen, "log_bytes": os.path.getsize(log.name)})
         if finished or stopping:
             break
 
         step += 1
         started = time.perf_counter()
-        batches = micro_batches(train_shards, rows_seen, hp, rank, world, device)
-        rows_seen += hp.effective_batch_size
+        torch.manual_seed(hash((hp.seed, step, rank)))  # for layers that draw, such as dropout
+        first_row = bytes_seen // hp.seq_len
+        batches = micro_batches(train_shards, first_row, hp, rank, world, device)
         bytes_seen += step_bytes
-        for i, (x, y, u) in enumerate(batches):
-            net.require_backward_grad_sync = i == len(batches) - 1  # average gradients once
-            with autocast:
-                logp, early_logp, l, a = net(x, y, u)
-            L, terms = losses(model, logp, early_logp, l, a, hp)
-            scaler.scale(L / len(batches)).backward()
-
-        turns = [0, hp.warmup_bytes, max(hp.warmup_bytes, hp.training_bytes)]
-        fraction = np.interp(bytes_seen, turns, [0, 1, 0])  # of the peak learning rate
-        if hp.cosine and bytes_seen > hp.warmup_bytes:
-            fraction = (1 - math.cos(math.pi * fraction)) / 2
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * fraction
-            scaler.unscale_(optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
-        if math.isfinite(grad_norm):
-            with autocast:  # for Muon's matrix products
-                for optimizer in optimizers:
-                    optimizer.step()
-        elif scaler.get_scale() <= 1:  # if it is above 1, float16 overflowed: skip this step
-            raise FloatingPointError(f"step {step}: the gradient is not finite")
-        scaler.update()
-        model.zero_grad()
+        middle = bytes_seen - step_bytes / 2  # of this training step
+        if middle < hp.warmup_bytes:
+            fraction = middle / hp.warmup_bytes
+        else:
+            fraction = (end - middle) / (end - hp.warmup_bytes)
+            if hp.cosine:
+                fraction = (1 - math.cos(math.pi * fraction)) / 2
+        terms, l, a, grad_norm = training_step(
+            model, batches, optimizers, fraction, scaler, autocast, hp)
         seconds.append(time.perf_counter() - started)
 
         if step % hp.log_interval == 0:  # shows the last micro-batch
-            entropy = negative_log_pi(l[0, :, 1:], a[0, :, 1:]).mean()
-            flops = executed_flops(model, a) / x.numel() + muon_flops(muon) / step_bytes
-            terms |= {"rate": a[0].float().mean(), "entropy": entropy, "flops_per_byte": flops}
+            p, target = l.sigmoid(), hp.downsample_rate_target
+            terms["undecided"] = (p * (1 - p)).mean() / (target * (1 - target))
+            terms["rate"] = a.float().mean()
+            terms["bpb"] = terms["auto"] / math.log(2)
             terms = {name: mean_over_processes(z.detach()).item() for name, z in terms.items()}
+            _, _, positions, places = token_layout(a > 0.5)
             speed = step_bytes / np.mean(seconds)
-            minutes_left = (hp.training_bytes - bytes_seen) / speed / 60
-            if rank == 0:
-                record = {"step": step, "bytes": bytes_seen, **terms, "grad_norm": grad_norm,
-                          "bytes_per_second": speed}
-                print(json.dumps(record), file=log)
-                print(f"step {step} {bytes_seen / 1e6:.2f} MB | "
-                      f"{terms['auto'] / math.log(2):.3f} bits/byte, rate {terms['rate']:.3f}, "
-                      f"entropy {terms['entropy']:.3f} | norm {grad_norm:.2f} | "
-                      f"{speed / 1e3:.1f} kB/s, {minutes_left:.1f} min left")
             seconds.clear()
+            if rank == 0:
+                record = {
+                    "step": step, "bytes": bytes_seen, **terms, "T": len(places),
+                    "M": positions.size(1), "grad_norm": grad_norm, "bytes_per_second": speed,
+                    "minutes_left": (end - bytes_seen) / speed / 60}
+                print(json.dumps(record), file=log)
+                say(LOG_LINE.format(**record))
 
-    if rank == 0 and finished:
-        print(f"done; generate text with: python sample.py --out_dir={checkpoint.parent}")
-    elif rank == 0:
-        print(f"stopped after step {step}; continue with --resume=True "
-              f"--out_dir={checkpoint.parent}")
+    if rank == 0:
+        more = "train.py --resume=True" if stopping and not finished else "sample.py"
+        say(f"ended after step {step}; go on with: python {more} --out_dir={checkpoint.parent}")
     if world > 1:
         dist.barrier()
         os._exit(0)  # a normal exit may abort: gloo's threads can outlive Python
 
 
-if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True, errors="replace")
+stop_signals = []  # Ctrl-C, schedulers and closed terminals add to it: the run saves and ends
+
+
+def request_stop(number, _):
+    stop_signals.append(number)
+    signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the program at once
+
+
+def main(argv=None):
+    """Trains as train.py does with these arguments. Raises UserError."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "-h" in argv or "--help" in argv:
+        source = Path(__file__).read_text(encoding="utf-8")
+        hyperparameters = source[source.index("# ---- Hyper") : source.index("DEFAULTS")]
+        say(f"{__doc__}\n{hyperparameters}")
+        return
+    stop_signals.clear()
+    handlers = {}
+    for number in {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGINT)}:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            handlers[number] = signal.signal(number, request_stop)
     try:
-        main(sys.argv[1:])
-    except FloatingPointError as error:
-        fail(f"{error}; use a smaller learning_rate or muon_learning_rate, or a larger "
-             "warmup_bytes. The last checkpoint, if any, is unchanged", code=1)
-    except (inductor.InductorError, inductor.TritonMissing, inductor.GPUTooOldForTriton) as error:
-        if stop_signals:  # Ctrl-C reaches the C++ compiler as well
-            fail("stopped while compiling; the last checkpoint is intact", code=130)
-        fail(f"torch.compile failed: {str(error).splitlines()[0]}; use --compile=False, or install "
-             "a C++ compiler (on a GPU, Triton)")
+        train(argv)
+    except Exception:
+        if stop_signals:  # Ctrl-C ends the compiler as well, which is then an error
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    run(main)

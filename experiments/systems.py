@@ -1,8 +1,9 @@
 """
-The other ways to place boundaries that the paper compares with: train.py --boundaries=NAME.
+The other ways to place boundaries that the paper compares with: train.py --system=NAME. Also makes,
+saves and loads the models of all systems.
 
-Every system has the learned model's byte layers, token layers and output head. They differ in what
-decides where tokens end and, for gumbel and hnet, in how tokens are made and handed back.
+Every system is a U-Net like the learned one. They differ in what decides where tokens end and, for
+gumbel and hnet, in how tokens are made and handed back.
 
     uniform     round(N * target) evenly spaced tokens
     random      independent draws at the target rate
@@ -13,51 +14,54 @@ decides where tokens end and, for gumbel and hnet, in how tokens are made and ha
     hnet        Hwang et al., one stage, arXiv 2507.07955
     PATH.pt     the boundaries of a finished model of any system
 
-To add a rule, write a class like Random and add its name to SYSTEMS, at the end.
+To add a rule, write a class like Random and add its name to SYSTEMS.
 """
 import hashlib
 import math
 import re
+from dataclasses import fields
 from pathlib import Path
 
+import tiktoken
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import Model, RMSNorm, in_rows, load_checkpoint, token_layout
+from configurator import UserError
+from model import Model, ModelConfig, RMSNorm, UNet, token_layout
 
 TEMPERATURE = 0.5  # of gumbel's relaxed Bernoulli
 RATIO_WEIGHT = 0.03  # of hnet's ratio loss
 
 
-class System(Model):
-    """What the other systems share: no policy and no reward, but a loss of their own."""
+class System(UNet):
+    """What the other systems share: boundaries without a policy, and a loss of their own."""
 
     def outputs(self, x, u):
         """Bytes x, uniforms u (B, N) -> what the head reads (B, N, D), l and a (B, N)."""
 
     def boundary_loss(self, l, a):
-        """What the system adds to L_auto, from l and a (1, B, N) as forward returned them."""
-        return 0.0 * l.sum()
+        """What the system adds to L_auto, a scalar, from the l and a (B, N) that outputs returned.
+        """
+        return torch.zeros((), device=l.device)
 
     def forward(self, x, y, u):
-        """Like Model.forward, with one draw and no early exit."""
-        Z, l, a = self.outputs(x, u[0])
-        logp = self.head(Z, y)
-        return logp[None], torch.zeros_like(logp), l[None], a[None]
+        """Like Model.forward, but with the system's own loss in place of early_logp."""
+        Z, l, a = self.outputs(x, u[: len(x)])
+        return self.head(Z, y), self.boundary_loss(l, a), l, a
 
 
 class Fixed(System):
     """Boundaries that a rule computes from the bytes, the positions or the uniforms."""
 
     def rule(self, x, u):
-        """Bytes x and uniforms u (B, N) -> a (B, N) bool; a[:, 0] does not matter."""
+        """Bytes x and uniforms u (B, N) -> a (B, N) bool; a[:, 0] is overwritten."""
 
     def outputs(self, x, u):
         a = self.rule(x, u)
         a[:, 0] = True
         l = torch.where(a, 20.0, -20.0)  # p is 1 or 0
-        return self.predict(self.encode(x), a), l, a
+        return self.after_encoder(self.encode(x), a), l, a
 
 
 class Uniform(Fixed):
@@ -98,11 +102,10 @@ class BPE(Fixed):
 
     def __init__(self, config):
         super().__init__(config)
-        import tiktoken  # not above: few runs need a tokenizer
         try:
             self.tokenizer = tiktoken.get_encoding("o200k_base")
         except Exception as error:  # requests' errors, or a broken cache
-            raise FileNotFoundError(
+            raise UserError(
                 f"tiktoken cannot load o200k_base ({error}); connect to the network, or set "
                 "TIKTOKEN_CACHE_DIR to a folder that holds it") from error
 
@@ -131,21 +134,21 @@ class Taught(Fixed):
 
     def __init__(self, config):
         super().__init__(config)
-        teacher, _ = load_checkpoint(config.boundaries)
+        teacher, _ = load_checkpoint(config.system)
         self.teacher = (teacher,)  # in a tuple, so that its weights are not this model's
-        self.teacher_sha256 = hashlib.sha256(Path(config.boundaries).read_bytes()).hexdigest()
+        self.teacher_sha256 = hashlib.sha256(Path(config.system).read_bytes()).hexdigest()
 
     def get_extra_state(self):  # part of state_dict
         return self.teacher_sha256
 
     def set_extra_state(self, sha256):
         if sha256 != self.teacher_sha256:
-            raise ValueError(f"{self.config.boundaries} has changed since this run began")
+            raise UserError(f"{self.config.system} has changed since this run began")
 
     @torch.no_grad()
     def rule(self, x, u):
-        _, _, _, a = self.teacher[0].to(x.device)(x, x, u[None])
-        return a[0]
+        _, _, _, a = self.teacher[0].to(x.device)(x, x, u)
+        return a
 
 
 def mean_pool(X, a, M):
@@ -189,20 +192,20 @@ class Gumbel(System):
         a = hard
         if self.training:
             a = hard + soft - soft.detach()  # straight-through
-        _, token, positions, places = token_layout(hard)
+        _, reads, positions, places = token_layout(hard)
         pooled = mean_pool(X, a.float(), positions.size(1))  # (B, M, D)
         null = self.null.to(X.dtype).expand(len(x), 1, -1)
         pooled = torch.cat((null, pooled[:, 1:]), dim=1).flatten(0, 1)[places]  # (T, D)
         tokens = self.run(self.middle, pooled, positions, places)
-        Y = self.upsample(X, pooled, tokens, token)
-        return self.decode(Y), l, a
+        return self.decode(self.upsample(X, tokens, reads)), l, a
 
     def boundary_loss(self, l, a):
         """The prior: -log Binomial(N - 1, target) at the number of boundaries, divided by N."""
-        N = a.size(-1)
-        target = a.new_tensor(self.config.downsample_rate_target)
+        N = a.size(1)
+        boundaries = a[:, 1:].float().sum(1)
+        target = torch.full_like(boundaries, self.config.downsample_rate_target)
         prior = torch.distributions.Binomial(N - 1, target, validate_args=False)
-        return -prior.log_prob(a[..., 1:].sum(-1)).mean() / N
+        return -prior.log_prob(boundaries).mean() / N
 
 
 def smooth(y, P):
@@ -238,14 +241,15 @@ class HNet(System):
             p = (1 - F.cosine_similarity(q, k, dim=-1)) / 2
             p = F.pad(p, (1, 0), value=1.0)  # (B, N)
         a = p >= 0.5
-        byte, token, positions, places = token_layout(a)
-        tokens = F.embedding(byte, X.flatten(0, 1))  # (T, D)
-        tokens = self.run(self.middle, tokens, positions, places)
-        rows = in_rows(tokens.float(), places, positions.shape)  # (B, M, D)
+        ends, reads, positions, places = token_layout(a)
+        tokens = F.embedding(ends, X.flatten(0, 1))  # (T, D)
+        tokens = self.run(self.middle, tokens, positions, places).float()
+        rows = tokens.new_zeros(positions.numel(), X.size(-1)).index_copy(0, places, tokens)
+        rows = rows.view(*positions.shape, -1)  # (B, M, D)
         smoothed = smooth(rows, p.gather(1, positions)).flatten(0, 1)
         confidence = torch.where(a, p, 1 - p)
         confidence = confidence + (1 - confidence).detach()  # straight-through: its value is 1
-        Y = confidence[..., None] * F.embedding(places[token], smoothed) + self.residual(X)
+        Y = confidence[..., None] * F.embedding(places[reads], smoothed) + self.residual(X)
         return self.decode(Y.type_as(X)), torch.logit(p, eps=1e-6), a
 
     def boundary_loss(self, l, a):
@@ -258,15 +262,66 @@ class HNet(System):
 
 
 SYSTEMS = {
-    "uniform": Uniform, "random": Random, "whitespace": Whitespace, "bpe": BPE, "none": EveryByte,
-    "gumbel": Gumbel, "hnet": HNet}
+    "learned": Model, "uniform": Uniform, "random": Random, "whitespace": Whitespace, "bpe": BPE,
+    "none": EveryByte, "gumbel": Gumbel, "hnet": HNet}
 
 
-def make_system(config):
-    """A new model of another system. ValueError if there is no such system."""
-    if config.boundaries.endswith(".pt"):
+# ---- Making, saving and loading models of any system.
+def make_model(hyperparameters):
+    """A new model. Of the dictionary, only ModelConfig's keys are used. UserError: no such system.
+    """
+    names = [field.name for field in fields(ModelConfig)]
+    config = ModelConfig(**{name: hyperparameters[name] for name in names})
+    if config.system.endswith(".pt"):
         return Taught(config)
-    if config.boundaries not in SYSTEMS:
-        raise ValueError(f"boundaries={config.boundaries!r} must be one of learned, "
-                         f"{', '.join(SYSTEMS)}, or a checkpoint's path, which ends in .pt")
-    return SYSTEMS[config.boundaries](config)
+    if config.system not in SYSTEMS:
+        raise UserError(f"system={config.system!r} must be one of {', '.join(SYSTEMS)}, or a "
+                        "checkpoint's path, which ends in .pt")
+    return SYSTEMS[config.system](config)
+
+
+def save_checkpoint(path, saved):
+    """Writes a checkpoint. A crash or a full disk leaves the one before it as it was."""
+    part = path.with_suffix(".part")
+    try:
+        torch.save(saved, part)
+        part.replace(path)
+    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
+        raise UserError(f"cannot write {path}: {error}") from error
+
+
+def read_checkpoint(path):
+    """What train.py saved, on the CPU. UserError if there is nothing, or nothing that fits."""
+    if not Path(path).exists():
+        raise UserError(f"there is no checkpoint {path}; train.py writes one")
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        missing = {field.name for field in fields(ModelConfig)} - saved["config"].keys()
+    except OSError:
+        raise
+    except Exception as error:  # damaged bytes can raise nearly anything
+        raise UserError(f"{path} is damaged, or not a checkpoint: {error}") from error
+    if missing:
+        raise UserError(f"{path} does not set {', '.join(sorted(missing))}; it was written by "
+                        "another version of train.py")
+    return saved
+
+
+def load_checkpoint(path):
+    """The saved model, in evaluation mode on the CPU, and the checkpoint. Raises UserError."""
+    saved = read_checkpoint(path)
+    model = make_model(saved["config"])
+    load_weights(model, saved, path)
+    return model.eval(), saved
+
+
+def load_weights(model, saved, path):
+    """Loads the weights that train.py saved. UserError if they are not this model's."""
+    for key in "seq_len", "num_heads":  # the weights would fit, but mean something else
+        old = saved["config"][key]
+        if getattr(model.config, key) != old:
+            raise UserError(f"{key} cannot change when a run resumes; it was {old}")
+    try:
+        model.load_state_dict(saved["model"])
+    except RuntimeError as error:
+        raise UserError(f"{path} does not fit the model: {error}") from error
