@@ -364,13 +364,12 @@ class Model(UNet):
             self.early_head = copy.deepcopy(self.head)  # W_early, eq. 14
 
     def forward(self, x, y, u):
-        """x, y (B, N), uniforms u (B + R, N) -> logp, l, a (B + R, N), and early_logp (B, N).
+        """x, y (B, N), uniforms u (B + R, N) -> logp, early_logp, l, a.
 
-        x_0 is <bos>; a is bool. logp_i is log p(y_i | x_0..x_i, a_0..a_i) in nats, early_logp_i the
-        early exit's, or 0 without one. Nothing at i depends on a later byte or decision.
-
-        The first R rows are drawn twice. The second draws stand at the end. They are there for
-        their rewards, so their logp has no gradient.
+        x_0 is <bos>. logp_i is log p(y_i | x_0..x_i, a_0..a_i) in nats. Nothing at i depends on a
+        later byte or decision. The first R rows are drawn twice: logp, l and a (bool) are
+        (B + R, N), with the second draws at the end. These are there for their rewards, so their
+        logp has no gradient. early_logp (B, N) is the early exit's, or None without one.
         """
         B, R = len(x), len(u) - len(x)
         X = self.encode(x)  # eq. 1
@@ -381,7 +380,7 @@ class Model(UNet):
         a, history = draw(p, u)  # eq. 2, 19
         l = table.gather(-1, history)[..., 0]
         logp = self.head(self.after_encoder(X, a[:B]), y)
-        early_logp = torch.zeros_like(logp)
+        early_logp = None
         if self.config.redrawn == 0:
             early_logp = self.early_head(X, y)  # eq. 14
         if R > 0:

@@ -84,7 +84,7 @@ compile = True  # torch.compile the model
 seed = 1337  # of the weights, the order of rows and the draws
 
 DEFAULTS = {key: value for key, value in globals().items()
-            if type(value) in (int, float, bool, str) and key[0] != "_"}
+            if type(value) in (int, float, bool, str) and key[0].islower()}
 
 
 VAL_LINE = ("step {step} val {val_bpb:.3f} bits/byte, rate {val_rate:.3f} | "
@@ -135,25 +135,30 @@ def losses(logp, early_logp, l, a, hp):
     """The total loss, and its terms for the log: a dictionary of scalar tensors by name."""
     if hp.system != "learned":
         L_auto = -logp.mean()
-        L_boundary = early_logp  # in this place, the other systems return their own loss
+        L_boundary = early_logp  # in its place, the other systems return a loss of their own
         return L_auto + L_boundary, {"auto": L_auto, "boundary": L_boundary}
-    B = len(early_logp)
+    B = hp.batch_size
     L_auto = -logp[:B].mean()  # eq. 25
-    R = (logp[:B] - early_logp).detach()  # eq. 15
-    G = discounted_return(R, hp.gamma)  # eq. 16
-    A = G - mean_over_processes(G.mean(0))  # eq. 17
-    if hp.redrawn > 0:  # each draw of a row is the other's baseline
-        second = discounted_return(logp[B:], hp.gamma)
-        A = F.pad(G[: len(second)] - second, (0, 0, 0, B - len(second)))  # 0 for a single draw
-        A = torch.cat((A, -A[: len(second)]))
+    if hp.redrawn == 0:  # the paper's baselines: an early exit, and the mean over rows
+        R = (logp - early_logp).detach()  # eq. 15
+        G = discounted_return(R, hp.gamma)  # eq. 16
+        A = G - mean_over_processes(G.mean(0))  # eq. 17
+    else:  # each of a row's two draws is the other's baseline (Kool, van Hoof & Welling, 2019)
+        second = logp[B:]
+        R = logp[: len(second)].detach() - second
+        G = discounted_return(R, hp.gamma)
+        drawn_once = torch.zeros_like(logp[len(second) : B])
+        A = torch.cat((G, drawn_once, -G))
     L_pi = policy_loss(l, a, A)
     # mean l needs no mean over processes, since gradients are averaged. Position 0 counts too.
     mean_p = mean_over_processes(l.detach().sigmoid().mean())
     L_tgt = l.mean() * (mean_p - hp.downsample_rate_target)  # eq. 24
-    L_early = -early_logp.mean()  # eq. 26
-    L = (L_auto + hp.lambda_pi * L_pi + hp.lambda_target * L_tgt
-         + hp.lambda_early * L_early)  # eq. 27
-    terms = {"auto": L_auto, "early": L_early, "pi": L_pi, "target": L_tgt, "advantage": A.std()}
+    L = L_auto + hp.lambda_pi * L_pi + hp.lambda_target * L_tgt  # eq. 27
+    terms = {"auto": L_auto, "pi": L_pi, "target": L_tgt, "advantage": A.std()}
+    if hp.redrawn == 0:
+        L_early = -early_logp.mean()  # eq. 26
+        L = L + hp.lambda_early * L_early
+        terms["early"] = L_early
     return L, terms
 
 
@@ -227,9 +232,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(model, hp):
-    """AdamW, and Muon for the matrices of the blocks unless muon_learning_rate is 0.
+    """A list: AdamW, and Muon for the matrices of the blocks unless muon_learning_rate is 0.
 
-    A group's "peak" is its peak learning rate.
+    A group's "peak" is its peak learning rate. One dictionary holds the state of all parameters.
     """
     groups = []  # of AdamW, one for each parameter
     matrices = {}  # of Muon, by shape
@@ -244,9 +249,12 @@ def make_optimizers(model, hp):
             continue
         groups.append({"params": p, "peak": peak, "weight_decay": decay})
     adamw = torch.optim.AdamW(groups, fused=True)  # torch's defaults are the paper's betas
-    muon_groups = [{"params": same} for same in matrices.values()] or [{"params": []}]
-    muon = Muon(muon_groups, {"peak": hp.muon_learning_rate, "weight_decay": hp.weight_decay})
-    return adamw, muon
+    if not matrices:
+        return [adamw]
+    groups = [{"params": same_shape} for same_shape in matrices.values()]
+    muon = Muon(groups, {"peak": hp.muon_learning_rate, "weight_decay": hp.weight_decay})
+    muon.state = adamw.state
+    return [adamw, muon]
 
 
 def training_step(model, batches, optimizers, fraction, scaler, autocast, hp):
@@ -388,14 +396,13 @@ def train(argv):
 
     # ---- optimizers
     optimizers = make_optimizers(model, hp)
-    adamw, muon = optimizers
-    muon.state = adamw.state  # one dictionary, by parameter; each parameter has one optimizer
+    moments = optimizers[0].state
     if saved:
         if (hp.muon_learning_rate > 0) != (saved["config"]["muon_learning_rate"] > 0):
             raise UserError("muon_learning_rate cannot become or stop being 0 when a run resumes")
         for name, p in model.named_parameters():  # by name, since flags or code may change groups
             state = saved["optimizer"][name]
-            adamw.state[p] = {key: value.to(device) for key, value in state.items()}
+            moments[p] = {key: value.to(device) for key, value in state.items()}
         if saved["scaler"]:  # the saved run used float16
             scaler.load_state_dict(saved["scaler"])
 
@@ -428,9 +435,9 @@ def train(argv):
             say(VAL_LINE.format(**record))
             say("".join(marked(text[:80])).replace("\n", "⏎"))
         if rank == 0 and (evaluating or stopping) and step > first_step:
-            moments = {name: adamw.state[p] for name, p in model.named_parameters()}
+            by_name = {name: moments[p] for name, p in model.named_parameters()}
             save_checkpoint(checkpoint, {
-                "model": model.state_dict(), "optimizer": moments,
+                "model": model.state_dict(), "optimizer": by_name,
                 "scaler": scaler.state_dict(), "config": vars(hp), "step": step,
                 "bytes_seen": bytes_seen, "log_bytes": os.path.getsize(log.name)})
         if finished or stopping:

@@ -5,7 +5,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as m
-from model import BOS, Block, Model, ModelConfig
+from experiments.systems import make_model
+from model import BOS, Block
+from train import DEFAULTS
 
 
 def small_model(**changes):
@@ -13,11 +15,14 @@ def small_model(**changes):
     torch.manual_seed(0)
     values = {
         "seq_len": 64, "embedding_dim": 32, "num_heads": 2, "n_down_layers": 2, "n_mid_layers": 2,
-        "n_up_layers": 2, "attention_window": 8, "policy_window": 3, "policy_scale": 2.0}
-    model = Model(ModelConfig(**values | changes))
+        "n_up_layers": 2, "attention_window": 8, "policy_window": 3, "policy_scale": 2.0,
+        "redrawn": 0}
+    model = make_model(DEFAULTS | values | changes)
     for p in model.parameters():
         p.data += 0.05 * torch.randn_like(p)
-    model.policy.linear.weight.data.normal_()
+    for p in model.policy.parameters():
+        if p.dim() > 1:
+            p.data.normal_()
     model.head.linear.weight.data.normal_()
     return model
 
@@ -29,10 +34,11 @@ def some_bytes(B, N):
 
 
 def uniforms_for(a):
-    """Uniforms (K, B, N) for which exactly the boundaries a are drawn."""
+    """Uniforms (B, N) for which exactly the boundaries a are drawn."""
     return 1 - a.float()
 
 
+@pytest.mark.paper
 def test_a_block_computes_gemma_2s_arithmetic():
     """Against a loop over positions and heads in float64, with complex numbers for RoPE."""
     torch.manual_seed(0)
@@ -43,8 +49,9 @@ def test_a_block_computes_gemma_2s_arithmetic():
         p.data.normal_(std=0.5)
     positions = torch.tensor([0, 1, 2, 5, 6, 9, 40])
     x = 0.01 * torch.randn(1, N, D)  # small, so that RMSNorm's epsilon matters
-    cos, sin = m.rope(positions, head_dim)
-    result = block(x, cos, sin)[0].double()
+    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angle = positions[:, None, None] * frequency
+    result = block(x, angle.cos(), angle.sin())[0].double()
     weights = {name: value.double() for name, value in block.state_dict().items()}
 
     def norm(z, name):
@@ -83,13 +90,16 @@ def test_a_block_computes_gemma_2s_arithmetic():
         torch.testing.assert_close(result[i], z, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.paper
 def test_rmsnorm_is_computed_in_float32():
     x = torch.linspace(-3, 3, 4096).bfloat16()
     norm = m.RMSNorm(4096)
-    exact = x.double() / x.double().square().mean().sqrt()
+    norm.weight.data.fill_(0.003)  # 1 + 0.003 would be 1 in bfloat16
+    exact = x.double() / x.double().square().mean().sqrt() * 1.003
     assert torch.equal(norm(x), exact.bfloat16())
 
 
+@pytest.mark.paper
 def test_the_heads_logits_are_softcapped_at_30_and_its_output_is_their_log_softmax():
     head = m.Head(8)
     head.norm = torch.nn.Softsign()  # any function
@@ -99,16 +109,20 @@ def test_the_heads_logits_are_softcapped_at_30_and_its_output_is_their_log_softm
     torch.testing.assert_close(head.logits(x), logits)
     logp = logits.log_softmax(-1).gather(2, y[..., None])[..., 0]
     torch.testing.assert_close(head(x, y), logp)
+    with torch.autocast("cpu", torch.bfloat16):  # only the matrix product is in 16 bits
+        product = head.linear(x / (1 + x.abs())).float()
+        torch.testing.assert_close(head.logits(x), 30 * torch.tanh(product / 30), atol=0, rtol=1e-6)
 
 
+@pytest.mark.paper
 def test_a_new_model_guesses_nearly_uniformly_and_its_p_is_the_target():
     """An output head of standard deviation 1 / sqrt(D) would cost half a nat more."""
-    config = ModelConfig(
-        embedding_dim=256, num_heads=2, n_mid_layers=1, downsample_rate_target=0.3)
-    logp, early_logp, l, _ = Model(config).eval()(*some_bytes(8, 64), torch.rand(1, 8, 64))
+    shape = {"embedding_dim": 256, "n_mid_layers": 1, "downsample_rate_target": 0.3, "redrawn": 0}
+    model = make_model(DEFAULTS | shape).eval()
+    logp, early_logp, l, _ = model(*some_bytes(8, 64), torch.rand(8, 64))
     for guess in logp, early_logp:
         assert -guess.mean().item() == pytest.approx(math.log(257), abs=0.15)
-    torch.testing.assert_close(l.sigmoid(), torch.full((1, 8, 64), 0.3))
+    torch.testing.assert_close(l.sigmoid(), torch.full((8, 64), 0.3))
 
 
 @pytest.mark.parametrize("N, window", [(1, 4), (3, 8), (50, 8), (64, 8), (41, 7), (20, 1), (9, 99)])
@@ -137,6 +151,9 @@ def test_window_attention_costs_time_and_memory_in_proportion_to_the_row():
 
     ratio = cost(4096) / cost(1024)
     torch.testing.assert_close(ratio, torch.full_like(ratio, 4.0), rtol=0.01, atol=0)
+    keys = 32 + 64  # of each query: its own chunk and two more
+    products = 2 * 3  # scores and values; forward, and two gradients each
+    assert cost(1024)[0] == products * 2 * (1024 * keys * 8) * 2
 
 
 @pytest.mark.parametrize("w", [0, 1, 8])
@@ -144,27 +161,27 @@ def test_the_draw_takes_the_left_to_right_loops_decisions(w):
     """Of random p, of p and u that are often equal, 0 or 1, and of a p near the last decision."""
     torch.manual_seed(0)
     N, H = 301, 2**w
-    p, u = torch.rand(3, N, H), torch.rand(2, 3, N)
-    p[1], u[:, 1] = torch.randint(0, 3, (N, H)) / 2, torch.randint(0, 2, (2, N))
+    p, u = torch.rand(3, N, H), torch.rand(3, N)
+    p[1], u[1] = torch.randint(0, 3, (N, H)) / 2, torch.randint(0, 2, (N,))
     p[2] = 0.05 + 0.9 * (torch.arange(H) % 2)
     a, histories = m.draw(p, u)
-    for k in range(2):
-        for b in range(3):
-            h = 0
-            for i in range(N):
-                expected = bool(u[k, b, i] < p[b, i, h])
-                assert histories[k, b, i] == h
-                assert a[k, b, i] == expected
-                h = (2 * h + expected) % H
+    for b in range(3):
+        h = 0
+        for i in range(N):
+            expected = bool(u[b, i] < p[b, i, h])
+            assert histories[b, i] == h
+            assert a[b, i] == expected
+            h = (2 * h + expected) % H
 
 
+@pytest.mark.paper
 @pytest.mark.parametrize("training", [True, False])
 def test_boundaries_are_u_below_p_with_the_softcap_in_training_only(training):
     """Equations 19-23 as they are written, in float64."""
     N, w = 60, 3
     model = small_model().train(training)
     model.policy.linear.weight.data *= 20  # well into the soft-cap
-    (x, y), u = some_bytes(4, N), torch.rand(1, 4, N)
+    (x, y), u = some_bytes(4, N), torch.rand(4, N)
     X = model.policy.norm(model.encode(x)).double()
     W = model.policy.linear.weight.double()
     a = torch.zeros(4, N)
@@ -177,17 +194,17 @@ def test_boundaries_are_u_below_p_with_the_softcap_in_training_only(training):
         scaled = raw / 2 + math.log(0.2 / 0.8)
         p[:, i] = torch.sigmoid(5 * torch.tanh(scaled / 5) if training else scaled)
         if i > 0:
-            a[:, i] = u[0, :, i] < p[:, i]
+            a[:, i] = u[:, i] < p[:, i]
     _, _, l, drawn = model(x, y, u)
     assert 30 < drawn.sum() < 210
-    assert torch.equal(drawn[0].float(), a)
-    torch.testing.assert_close(l[0].sigmoid().double(), p, atol=1e-5, rtol=1e-4)
+    assert torch.equal(drawn.float(), a)
+    torch.testing.assert_close(l.sigmoid().double(), p, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("output", [1, 2])
 def test_the_policy_and_the_early_head_teach_the_encoder(output):
     model = small_model()
-    model(*some_bytes(2, 20), torch.rand(1, 2, 20))[output].sum().backward()
+    model(*some_bytes(2, 20), torch.rand(2, 20))[output].sum().backward()
     assert model.down[0].mlp.up.weight.grad.norm() > 1e-3
 
 
@@ -196,18 +213,17 @@ def test_the_policy_and_the_early_head_teach_the_encoder(output):
 def test_the_middle_sees_a_rows_own_tokens_at_their_bytes_positions(rates, T, places, monkeypatch):
     """Each row alone, without fillers, its rotary angles from the bytes' numbers; and gradients."""
     monkeypatch.setattr(m, "TOKEN_MULTIPLE", 8)
-    model, u = small_model(), torch.rand(4, 40, generator=torch.Generator().manual_seed(3))
+    model, u = small_model().eval(), torch.rand(4, 40, generator=torch.Generator().manual_seed(3))
     a = u[: len(rates)] < torch.tensor(rates)[:, None]
     a[:, 0] = True
     assert [z.numel() for z in m.token_layout(a)[::2]] == [T, places]
     X = torch.randn(*a.shape, 32, requires_grad=True)
-    Z, rows = model.predict(X, a), []
+    Z, rows = model.after_encoder(X, a), []
     for b in range(len(a)):
         at = a[b].nonzero()[:, 0]
-        tokens, (cos, sin) = X[b, at][None], m.rope(at, 16)
-        for block in model.middle:
-            tokens = block(tokens, cos, sin)
-        rows.append(torch.stack([X[b, i] + tokens[0, sum(at <= i) - 1] for i in range(40)]))
+        tokens = model.run(model.middle, X[b : b + 1, at], at)[0]
+        reads = torch.tensor([sum(at <= i) - 1 for i in range(40)])
+        rows.append(model.upsample(X[b], tokens, reads))
     expected, parameters = model.decode(torch.stack(rows)), [X, *model.middle.parameters()]
     torch.testing.assert_close(Z, expected, atol=1e-4, rtol=1e-4)
     for one, two in zip(*(torch.autograd.grad(z.sin().sum(), parameters) for z in (Z, expected))):
@@ -215,9 +231,9 @@ def test_the_middle_sees_a_rows_own_tokens_at_their_bytes_positions(rates, T, pl
 
 
 def test_no_output_depends_on_a_later_byte_or_decision():
-    model, N, at = small_model(), 48, 29
-    (x, y), u = some_bytes(1, N), torch.rand(1, 1, N)
-    a = torch.rand(1, 1, N) < 0.3
+    model, N, at = small_model().eval(), 48, 29
+    (x, y), u = some_bytes(1, N), torch.rand(1, N)
+    a = torch.rand(1, N) < 0.3
     a[..., 0] = True
     other_x, other_a = x.clone(), a.clone()
     other_x[:, at] = (other_x[:, at] + 1) % 256
@@ -231,16 +247,24 @@ def test_no_output_depends_on_a_later_byte_or_decision():
     assert not torch.allclose(given[0][..., at], given_other[0][..., at])
 
 
-def test_k_draws_of_a_row_are_k_passes_of_which_the_first_has_the_gradient():
-    """Half of the rows are drawn again; the others repeat their first draw."""
-    model, (x, y), u = small_model(redrawn=0.5), some_bytes(4, 40), torch.rand(3, 4, 40)
-    logp, early_logp, l, a = model(x, y, u)
-    u[1:, 2:] = u[0, 2:]
-    for k in range(3):
-        alone = model(x, y, u[k : k + 1])
-        for one, other in zip((logp[k], early_logp, l[k], a[k]), (alone[0][0], *alone[1:])):
-            torch.testing.assert_close(one, other.view_as(one))
-        weight = model.head.linear.weight
-        gradient, = torch.autograd.grad(logp[k].sum(), weight, retain_graph=True)
-        assert (gradient.abs().max() > 0) == (k == 0)
-    assert not torch.equal(a[0], a[1])
+def test_two_draws_of_a_row_are_two_passes_of_which_the_first_has_the_gradient():
+    """Of two of four rows, with the second draws at the end."""
+    model, (x, y), u = small_model().eval(), some_bytes(4, 40), torch.rand(6, 40)
+    logp, _, l, a = model(x, y, u)
+    first, again = model(x, y, u[:4]), model(x[:2], y[:2], u[4:])
+    for output, one, other in zip((logp, l, a), first[:1] + first[2:], again[:1] + again[2:]):
+        torch.testing.assert_close(output, torch.cat((one, other)))
+    weight = model.head.linear.weight
+    gradients = [torch.autograd.grad(z.sum(), weight, retain_graph=True)[0] for z in (logp, first[0])]
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].norm() > 1
+    l[4:].sum().backward()
+    assert model.down[0].mlp.up.weight.grad.norm() > 1e-3
+    assert not torch.equal(a[:2], a[4:])
+
+
+@pytest.mark.paper
+def test_eq_9_adds_the_last_token_up_to_a_byte():
+    X, tokens = torch.randn(2, 5, 32), torch.randn(3, 32)
+    reads = torch.tensor([[0, 0, 1, 1, 1], [2, 2, 2, 2, 2]])
+    torch.testing.assert_close(small_model().upsample(X, tokens, reads), X + tokens[reads])

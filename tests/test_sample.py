@@ -1,5 +1,6 @@
-"""sample.py, and config/terminal.py's text with boundaries."""
+"""sample.py, and configurator.py's text with boundaries."""
 import math
+import shutil
 import subprocess
 import sys
 
@@ -8,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import sample
-from config.terminal import MARK, characters, marked
-from conftest import ROOT
+from configurator import UserError, characters, marked
+from conftest import ROOT, run
 from model import BOS
 from test_model import small_model, some_bytes, uniforms_for
 
@@ -33,24 +34,24 @@ def test_cached_generation_is_the_full_pass_whatever_the_policy_and_upsample(w, 
     if change == "policy":
         model.policy = Doubled()
     if change == "upsample":
-        model.upsample = lambda X, selected, tokens, token: X + 2 * (tokens - selected)[token]
+        model.upsample = lambda X, tokens, reads: X.tanh() + 2 * tokens[reads]
     x, _ = some_bytes(3, prompt)
-    steps = list(sample.generate(model, x, 60, temperature=1.5))
+    steps = list(sample.generate(model, x, 60, temperature=1.5, top_k=257))
     y, a, p, nats = (torch.stack(column, 1) for column in zip(*steps))
     assert y.shape == (3, prompt - 1 + 60)
     assert y.max() < BOS
     assert torch.equal(y[:, : prompt - 1], x[:, 1:])
     x = F.pad(y, (1, 0), value=BOS)
     a = F.pad(a, (1, 0), value=True)
-    logp, _, _, _ = model(x[:, :-1], y, uniforms_for(a[None, :, :-1]))
-    torch.testing.assert_close(nats, -logp[0], atol=1e-4, rtol=1e-4)
-    _, _, l, _ = model(x, x, uniforms_for(a[None]))
-    torch.testing.assert_close(p, l[0].sigmoid()[:, 1:], atol=1e-4, rtol=1e-4)
+    logp, _, _, _ = model(x[:, :-1], y, uniforms_for(a[:, :-1]))
+    torch.testing.assert_close(nats, -logp, atol=1e-4, rtol=1e-4)
+    _, _, l, _ = model(x, x, uniforms_for(a))
+    torch.testing.assert_close(p, l.sigmoid()[:, 1:], atol=1e-4, rtol=1e-4)
 
 
 def test_generation_draws_boundaries_with_the_policys_probabilities():
     torch.manual_seed(2)
-    steps = list(sample.generate(small_model().eval(), some_bytes(40, 1)[0], 60))
+    steps = list(sample.generate(small_model().eval(), some_bytes(40, 1)[0], 60, 1.0, 257))
     a = torch.stack([step[1] for step in steps]).double()
     p = torch.stack([step[2] for step in steps]).double()
     for some in p < 0.3, p > 0.7:
@@ -62,7 +63,8 @@ def test_generation_draws_boundaries_with_the_policys_probabilities():
 def test_the_next_byte_is_one_of_the_likeliest_and_never_bos():
     logits = torch.zeros(2000, 257)
     logits[:, BOS], logits[:, 65], logits[:, 66] = 9, 2, 1
-    assert set(sample.next_byte(logits, 0, None).tolist()) == {65}
+    assert set(sample.next_byte(logits, 0, 50).tolist()) == {65}
+    assert len(set(sample.next_byte(logits, 1.0, 300).tolist())) > 200  # more than there are
     drawn = sample.next_byte(logits, 0.5, 2)  # p is proportional to e^(2 / 0.5) and e^(1 / 0.5)
     assert set(drawn.tolist()) == {65, 66}
     assert (drawn == 65).float().mean().item() == pytest.approx(1 / (1 + math.exp(-2)), abs=0.04)
@@ -78,6 +80,13 @@ def test_bytes_that_are_not_utf8_are_shown_as_such():
         ("a", False, 0), ("\ufffd", True, 0.01), ("b", False, 0.02), ("\ufffd", False, 0.03),
         ("\ufffd", True, 0.05)]
     assert shown(b"\xe2\x82\xc3\xa9", {2}) == [("\ufffd", False, 0.01), ("é", True, 0.03)]
+
+
+def test_valid_characters_are_shown_as_they_are_and_control_characters_as_pictures():
+    text = "a\u00a0b\u3000می\u200cخ 👩\u200d💻 soft\u00adhyphen \ufeff \n"
+    assert "".join(c for c, _, _ in shown(text.encode())) == text
+    controls = b"\t\x1b\x7f" + "\x85\x9b".encode()
+    assert "".join(c for c, _, _ in shown(controls)) == "␉␛␡␛E␛["
 
 
 def test_colour_goes_from_blue_to_yellow_with_p_on_a_terminal(monkeypatch):
@@ -118,23 +127,23 @@ def test_a_scored_byte_has_the_p_and_nats_of_what_was_read_so_far():
     torch.manual_seed(5)
     expected = []
     for row in text[:16], text[16:]:
-        u = torch.rand(1, 1, 1 + len(row))
+        u = torch.rand(1, 1 + len(row))
         for i, byte in enumerate(row):  # nothing later is given
             x = torch.tensor([[BOS, *row[: i + 1]]])
-            logp, _, l, a = model(x, torch.roll(x, -1, 1), u[..., : i + 2])
-            expected.append((byte, a[0, 0, -1], l[0, 0, -1].sigmoid(), -logp[0, 0, -2]))
+            logp, _, l, a = model(x, torch.roll(x, -1, 1), u[:, : i + 2])
+            expected.append((byte, a[0, -1], l[0, -1].sigmoid(), -logp[0, -2]))
     torch.testing.assert_close(torch.tensor(scored), torch.tensor(expected), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("flag", ["--score={tmp}/text", "--score=-", "--text=naïve fox"])
 def test_a_text_from_a_file_stdin_or_the_command_line_is_shown_unchanged_but_for_the_marks(
         flag, trained, tmp_path, monkeypatch, capsys):
-    (tmp_path / "text").write_text("naïve fox")
+    (tmp_path / "text").write_text("naïve fox", encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", open(tmp_path / "text"))
     sample.main([f"--out_dir={trained}", flag.format(tmp=tmp_path)])
     out = capsys.readouterr().out
-    assert MARK in out
-    assert out.replace(MARK, "").startswith("naïve fox\n---")
+    assert "│" in out
+    assert out.replace("│", "").startswith("naïve fox\n---")
     assert "\n10 bytes, " in out
 
 
@@ -142,27 +151,32 @@ def test_the_tokens_of_a_text_are_its_bytes_cut_at_the_boundaries():
     text = b"def main(argv):\n" * 4 + "né € x".encode() + b"a\xff\xc3"
     model = small_model(seq_len=16).eval()
     torch.manual_seed(3)
-    expected, token = [], b""
-    for byte, a, p, _ in sample.scored(model, text):
-        token += bytes([byte])
-        if a:
-            expected.append((token.decode(errors="backslashreplace"), p))
-            token = b""
-    if token:
-        expected.append((token.decode(errors="backslashreplace"), p))
+    ends = [(i, p) for i, (_, a, p, _) in enumerate(sample.scored(model, text), 1)
+            if a or i == len(text)]
+    starts = [0, *(i for i, _ in ends)]
     torch.manual_seed(3)
-    assert list(sample.tokens(model, text)) == expected
+    assert list(sample.tokens(model, text)) == [(i, j, p) for i, (j, p) in zip(starts, ends)]
+    assert 5 < len(ends) < 70
     for byte, a, p, _ in sample.scored(model, text, deterministic=True):
         assert a == (p > 0.5)
 
 
+def test_bytes_are_scored_as_they_are(trained, tmp_path, capsys):
+    """Line ends of Windows and invalid bytes are not translated."""
+    (tmp_path / "text").write_bytes(b"a\r\n\xff")
+    sample.main([f"--out_dir={trained}", f"--score={tmp_path}/text", "--deterministic"])
+    out = capsys.readouterr().out.replace("│", "")
+    assert out.startswith("a␍\n\ufffd\n---")
+    assert "\n4 bytes, " in out
+
+
 def test_readmes_python_example_runs_as_written(trained, monkeypatch, capsys):
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     example = readme[readme.index("from sample import") :].partition("```")[0]
     monkeypatch.chdir(trained.parent)
     exec(example.replace('"out"', f'"{trained}"'))
     lines = capsys.readouterr().out.splitlines()
-    assert "".join(eval(line.rpartition(" ")[0]) for line in lines) == "def main(argv):"
+    assert b"".join(eval(line.rpartition(" ")[0]) for line in lines) == b"def main(argv):"
 
 
 def test_a_reader_that_has_seen_enough_gets_no_traceback(trained):
@@ -175,19 +189,26 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(trained):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--out_dir=no/such"], "there is no checkpoint no/such/ckpt.pt"),
-    (["--out_dir={trained}", "--score=no/such"], "no/such"),
     (["--out_dir={trained}", "--score={tmp}/empty"], "the given text is empty"),
     (["--temperature=-1"], "-1"),
     (["--out_dir={trained}", "--device=nonsense"], "nonsense"),
-    (["--out_dir={trained}", "--device=mps"], "device='mps', but torch finds none"),
-    (["--max_new_bytes=0"], "0"),
-    (["--top_k=0"], "0"),
+    (["--out_dir={trained}", "--device=mps"], "device='mps' must be auto or one that torch finds"),
+    (["--max_new_bytes=0"], "--max_new_bytes=0 must be at least 1"),
+    (["--top_k=0"], "--top_k=0 must be at least 1"),
+    (["--num_samples=x"], "invalid int value: 'x'"),
 ])
-def test_a_mistake_on_the_command_line_is_one_line(arguments, message, trained, tmp_path, capsys):
+def test_a_mistake_on_the_command_line_is_explained(arguments, message, trained, tmp_path):
     (tmp_path / "empty").write_bytes(b"")
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(UserError) as caught:
         sample.main([argument.format(tmp=tmp_path, trained=trained) for argument in arguments])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2
-    assert error.count("\n") == 1
-    assert message in error
+    assert message in str(caught.value)
+
+
+def test_a_tilde_is_the_home_folder_and_a_missing_file_is_named_on_one_line(
+        trained, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(trained, tmp_path / "out")
+    out, _ = run("sample.py", "--out_dir=~/out", "--max_new_bytes=5")
+    assert "\n5 bytes, " in out
+    _, error = run("sample.py", "--out_dir=~/out", "--score=~/none", code=2)
+    assert error == f"sample.py: [Errno 2] No such file or directory: '{tmp_path}/none'\n"
