@@ -15,6 +15,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: who has threads must not fork
 import torch
+import torch._inductor  # noqa: F401  a child that imported it would need a second each time
 from torch.utils._pytree import tree_leaves
 
 from conftest import ROOT, TINY
