@@ -327,12 +327,29 @@ def prepare_torch(device, dtype):
     return torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
 
 
+def check_compiler(device):
+    """Compiles a small function. UserError with the compiler's own words if that fails."""
+    try:
+        torch.compile(torch.tanh)(torch.ones(8, device=device))
+    except Exception as error:
+        lines = str(error).splitlines()
+        cause = next((line for line in lines if "error: " in line), lines[0])
+        raise UserError(f"torch.compile failed: {cause}; use --compile=False") from error
+
+
 def compile_model(model, **options):
     """Compiles the parts of the model in place. Layers of one kind share their compiled code."""
     torch._dynamo.config.specialize_float = True  # soft-caps become constants in dynamic graphs
     for part in model.modules():
         if isinstance(part, (Block, Policy, Head)):
             part.compile(dynamic=part in model.middle, **options)  # the number of tokens varies
+
+
+def write_line(log, record):
+    try:
+        print(json.dumps(record), file=log)
+    except OSError as error:
+        raise UserError(f"cannot write {log.name}: {error}") from error
 
 
 def train(argv):
@@ -360,15 +377,13 @@ def train(argv):
 
     # ---- machine
     device, precision = device_and_dtype(hp.device, hp.dtype)
-    gpu = None
     if device == "cuda":
         gpu = int(os.environ.get("LOCAL_RANK", 0))
         if gpu >= torch.cuda.device_count():
-            raise UserError(f"this machine has {torch.cuda.device_count()} GPUs; start one process "
-                            "for each")
+            raise UserError(f"there is no GPU number {gpu} here; start one process for each GPU")
         torch.cuda.set_device(gpu)
     if world > 1:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", device_id=gpu)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
     autocast = prepare_torch(device, precision)
     scaler = torch.amp.GradScaler(device, enabled=precision == "float16")
 
@@ -392,6 +407,7 @@ def train(argv):
     model.to(device)
     compiled = hp.compile and device != "mps"
     if compiled:
+        check_compiler(device)
         compile_model(model)
 
     # ---- optimizers
@@ -417,7 +433,7 @@ def train(argv):
         log = checkpoint.with_name("log.jsonl").open("a", buffering=1)
         log.truncate(min(log.tell(), saved.get("log_bytes", 0)))  # drop lines after the checkpoint
         say(f"{sum(p.numel() for p in model.parameters()):,} parameters"
-            + "; compiling the first training steps may take a minute" * compiled)
+            + "; compiling may take a minute" * compiled)
         if saved and saved["config"]["training_bytes"] <= bytes_seen < end:
             say("the learning rates had reached 0; for the added bytes they rise again")
 
@@ -431,7 +447,7 @@ def train(argv):
             if not math.isfinite(metrics["val_bpb"]):
                 raise UserError("the validation loss is not finite; use smaller learning rates")
             record = {"step": step, "bytes": bytes_seen, **metrics, "line": text[:160]}
-            print(json.dumps(record), file=log)
+            write_line(log, record)
             say(VAL_LINE.format(**record))
             say("".join(marked(text[:80])).replace("\n", "⏎"))
         if rank == 0 and (evaluating or stopping) and step > first_step:
@@ -474,7 +490,7 @@ def train(argv):
                     "step": step, "bytes": bytes_seen, **terms, "T": len(places),
                     "M": positions.size(1), "grad_norm": grad_norm, "bytes_per_second": speed,
                     "minutes_left": (end - bytes_seen) / speed / 60}
-                print(json.dumps(record), file=log)
+                write_line(log, record)
                 say(LOG_LINE.format(**record))
 
     if rank == 0:

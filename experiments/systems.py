@@ -284,10 +284,12 @@ def save_checkpoint(path, saved):
     """Writes a checkpoint. A crash or a full disk leaves the one before it as it was."""
     part = path.with_suffix(".part")
     try:
-        torch.save(saved, part)
+        with open(part, "wb") as file:
+            torch.save(saved, file)
         part.replace(path)
-    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
-        raise UserError(f"cannot write {path}: {error}") from error
+    except (OSError, RuntimeError) as error:  # torch's own error hides the OSError
+        part.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.__context__ or error}") from error
 
 
 def read_checkpoint(path):
