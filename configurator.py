@@ -82,7 +82,7 @@ def parse(key, value, defaults):
         raise UserError(f"unknown hyperparameter '{key}'; did you mean '{nearest}'?")
     kind = type(defaults[key])
     try:
-        if kind is str:
+        if kind is str and value:
             return os.path.expanduser(value)  # a leading ~
         if kind is bool:
             return {"True": True, "False": False}[str(value)]
@@ -92,13 +92,11 @@ def parse(key, value, defaults):
             return kind(number)
     except (ValueError, KeyError, TypeError, ArithmeticError):
         pass
-    raise UserError(f"{key} must be of type {kind.__name__}, got {value!r}")
+    raise UserError(f"{key} must be of type {kind.__name__}, got {value!r}; write --{key}=value")
 
 
 def read_file(path):
     """The hyperparameters that a configuration file assigns."""
-    if not path.endswith(".py"):
-        raise UserError(f"'{path}' is not a .py file of hyperparameters: name = 1")
     try:
         names = runpy.run_path(path)
     except (Exception, SystemExit) as error:
@@ -115,9 +113,7 @@ def read_command_line(argv, defaults):
     chosen = {}
     for argument in argv:
         if argument.startswith("--"):
-            key, equals, value = argument[2:].partition("=")
-            if not equals:
-                raise UserError(f"'{argument}' has no value; write {argument}=...")
+            key, _, value = argument[2:].partition("=")
             assigned = {key: value}
         else:
             assigned = read_file(argument)

@@ -24,9 +24,6 @@ import torch.nn.functional as F
 
 BOS = 256  # the one symbol that is not a byte
 VOCAB_SIZE = 257
-ATTENTION_SOFTCAP = 50.0  # as in Gemma 2
-LOGIT_SOFTCAP = 30.0  # as in Gemma 2
-ROPE_BASE = 10000.0
 
 
 @dataclass
@@ -79,7 +76,7 @@ def softcapped_attention(q, k, v, mask):
     mask (..., Q, M) is True where q may attend.
     """
     scores = (q @ k.mT).float() / math.sqrt(q.size(-1))
-    scores = softcap(scores, ATTENTION_SOFTCAP)
+    scores = softcap(scores, 50.0)
     scores = scores.masked_fill(~mask, -torch.inf)
     return scores.softmax(-1).type_as(v) @ v
 
@@ -101,7 +98,8 @@ def window_attention(q, k, v, window):
     N = q.size(2)
     C, chunks, back = chunking(N, window)
     after = chunks * C - N
-    q = F.pad(q, (0, 0, 0, after)).unflatten(2, (chunks, C))
+    q = F.pad(q, (0, 0, 0, after))
+    q = q.unflatten(2, (chunks, C))
     kv = F.pad(torch.stack((k, v)), (0, 0, back * C, after))
     kv = kv.unflatten(3, (back + chunks, C))
     kv = torch.cat([kv[:, :, :, n : n + chunks] for n in range(back + 1)], dim=4)
@@ -232,7 +230,8 @@ def draw(p, u):
     levels = []
     while after.size(-2) > 1:
         levels.append(after)
-        first, second = after[..., ::2, :], after[..., 1::2, :]
+        first = after[..., ::2, :]
+        second = after[..., 1::2, :]
         after = second.gather(-1, first)  # the second after the first
     history = after.new_zeros(after.shape[:-1])  # (B, 1): no boundaries before the row
     for table in reversed(levels):
@@ -261,18 +260,19 @@ def token_layout(a):
     T is rounded up with filler tokens of byte 0. They lie after their row's own tokens, where
     causal attention hides them, and no byte reads them.
     """
-    ends = a.flatten().nonzero()[:, 0]  # the CPU waits for the GPU, here and below
-    reads = a.flatten().cumsum(0).view_as(a) - 1
+    flat = a.flatten()
+    ends = flat.nonzero()[:, 0]  # the CPU waits for the GPU, here and below
+    reads = flat.cumsum(0).view_as(a) - 1
     count = a.sum(1, keepdim=True)
     M = math.ceil(int(count.max()) / TOKEN_MULTIPLE) * TOKEN_MULTIPLE
     used = torch.arange(M, device=a.device) < count  # (B, M), the places that hold a token
     used = used.flatten()
     T = math.ceil(len(ends) / T_MULTIPLE) * T_MULTIPLE
     T = min(T, len(used))
-    places = torch.cat((used.nonzero(), (~used).nonzero()))  # the fillers' come last
-    places = places[:T, 0]
+    free = (~used).nonzero()
+    places = torch.cat((used.nonzero(), free))[:T, 0]  # the fillers' come last
     ends = F.pad(ends, (0, T - len(ends)))
-    positions = torch.zeros_like(used, dtype=torch.int64)
+    positions = ends.new_zeros(len(used))
     positions[places] = ends % a.size(1)
     return ends, reads, positions.view(len(a), M), places
 
@@ -291,7 +291,7 @@ class Head(nn.Module):
         """Z (..., D) -> (..., 257), float32."""
         weight = F.pad(self.linear.weight, (0, 0, 0, 7))  # 264 rows; products with 257 are slow
         logits = F.linear(self.norm(Z), weight)[..., :VOCAB_SIZE]
-        return softcap(logits.float(), LOGIT_SOFTCAP)
+        return softcap(logits.float(), 30.0)
 
     def forward(self, Z, y):
         """Z (B, N, D), next bytes y (B, N) -> log p(y) (B, N), in nats."""
@@ -322,7 +322,7 @@ class UNet(nn.Module):
         """
         head_dim = self.config.embedding_dim // self.config.num_heads
         pair = torch.arange(0, head_dim, 2, device=x.device)
-        frequency = ROPE_BASE ** (-pair.float() / head_dim)
+        frequency = 10000.0 ** (-pair.float() / head_dim)
         angle = positions[..., None, None] * frequency
         cos, sin = angle.cos(), angle.sin()  # (..., 1, head_dim / 2)
         for block in blocks:
@@ -380,11 +380,10 @@ class Model(UNet):
         a, history = draw(p, u)  # eq. 2, 19
         l = table.gather(-1, history)[..., 0]
         logp = self.head(self.after_encoder(X, a[:B]), y)
-        early_logp = None
-        if self.config.redrawn == 0:
-            early_logp = self.early_head(X, y)  # eq. 14
+        early_logp = self.early_head(X, y) if self.config.redrawn == 0 else None  # eq. 14
         if R > 0:
             with torch.no_grad():
-                second = self.head(self.after_encoder(X[:R], a[B:]), y[:R])
+                Z = self.after_encoder(X[:R], a[B:])
+                second = self.head(Z, y[:R])
             logp = torch.cat((logp, second))
         return logp, early_logp, l, a

@@ -47,7 +47,7 @@ def test_a_configuration_files_own_names_are_no_hyperparameters(tmp_path):
 
 
 @pytest.mark.parametrize("name, text, message", [
-    ("a.yaml", "gamma: 0.5\n", "a.yaml' is not a .py file"),
+    ("a.yaml", "gamma: {a: 0.5", "cannot read the configuration file"),
     ("a.py", "gamma, seq_length = 0.5, 64", "'seq_length'; did you mean 'seq_len'?"),
     ("a.py", "seq_length = None", "unknown hyperparameter 'seq_length'"),
     ("a.py", "gamma: 0.5\n", "a.py' assigns no hyperparameters"),
@@ -87,7 +87,9 @@ def test_the_rows_of_a_training_step_must_divide_over_all_processes(monkeypatch,
 
 @pytest.mark.parametrize("arguments, message", [
     ("--learning_rte=1", "did you mean 'learning_rate'?"),
-    ("--gamma", "'--gamma' has no value; write --gamma=..."),
+    ("--gamma", "gamma must be of type float, got ''; write --gamma=value"),
+    ("--resume", "resume must be of type bool, got ''"),
+    ("--out_dir", "out_dir must be of type str, got ''"),
     ("no/such/config.py", "cannot read the configuration file 'no/such/config.py'"),
     ("--seq_len=many", "seq_len must be of type int, got 'many'"),
     ("--seq_len=2.5", "seq_len must be of type int, got '2.5'"),
