@@ -58,13 +58,13 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x):
-        y = F.rms_norm(x.float(), self.weight.shape, 1 + self.weight, eps=1e-6)
+        y = F.rms_norm(x.float(), self.weight.shape, 1 + self.weight, 1e-6)
         return y.type_as(x)
 
 
 def rotate(x, cos, sin):
     """RoPE: rotates each pair (x_k, x_{k + head_dim/2}) of x (B, N, heads, head_dim)."""
-    x1, x2 = x.float().chunk(2, dim=-1)
+    x1, x2 = x.float().chunk(2, -1)
     y1 = x1 * cos - x2 * sin
     y2 = x2 * cos + x1 * sin
     return torch.cat((y1, y2), dim=-1).type_as(x)
@@ -83,7 +83,6 @@ def softcapped_attention(q, k, v, mask):
 
 def chunking(N, window):
     """The size of a chunk, the number of chunks, and how many earlier chunks a query can see."""
-    window = min(window, N)
     C = max(window // 2, 8)  # products smaller than 8 by 16 are slow
     return C, math.ceil(N / C), math.ceil((window - 1) / C)
 
@@ -104,9 +103,9 @@ def window_attention(q, k, v, window):
     kv = kv.unflatten(3, (back + chunks, C))
     kv = torch.cat([kv[:, :, :, n : n + chunks] for n in range(back + 1)], dim=4)
     k, v = kv.unbind()  # (B, heads, chunks, (back + 1) C, head_dim)
-    start = torch.arange(chunks, device=q.device)[:, None, None] * C  # a chunk's first position
-    i = start + torch.arange(C, device=q.device)[:, None]  # positions of the queries
-    j = start + torch.arange(-back * C, C, device=q.device)  # of the keys; padding is below 0
+    position = torch.arange(-back * C, chunks * C, device=q.device)  # below 0: padding
+    i = position[back * C :].view(chunks, C, 1)  # of the queries
+    j = position.unfold(0, (back + 1) * C, C)[:, None]  # of the keys each chunk sees
     mask = (j <= i) & (j > i - window) & (j >= 0)  # (chunks, C, (back + 1) C)
     y = softcapped_attention(q, k, v, mask)
     return y.flatten(2, 3)[:, :, :N]
@@ -225,8 +224,7 @@ def draw(p, u):
     decision = u[..., None] < p  # (B, N, H)
     after = (2 * torch.arange(H, device=p.device) + decision) % H
     # pad N to a power of two; the padding comes last, so no history depends on it
-    size = 2 ** math.ceil(math.log2(N))
-    after = F.pad(after, (0, 0, 0, size - N))
+    after = F.pad(after, (0, 0, 0, 2 ** math.ceil(math.log2(N)) - N))
     levels = []
     while after.size(-2) > 1:
         levels.append(after)
@@ -265,16 +263,16 @@ def token_layout(a):
     reads = flat.cumsum(0).view_as(a) - 1
     count = a.sum(1, keepdim=True)
     M = math.ceil(int(count.max()) / TOKEN_MULTIPLE) * TOKEN_MULTIPLE
-    used = torch.arange(M, device=a.device) < count  # (B, M), the places that hold a token
-    used = used.flatten()
+    used = torch.arange(M, device=a.device) < count  # (B, M)
+    used = used.flatten()  # the places that hold a token
     T = math.ceil(len(ends) / T_MULTIPLE) * T_MULTIPLE
     T = min(T, len(used))
-    free = (~used).nonzero()
-    places = torch.cat((used.nonzero(), free))[:T, 0]  # the fillers' come last
+    places = torch.cat((used.nonzero(), (~used).nonzero()))  # the fillers' come last
+    places = places[:T, 0]
     ends = F.pad(ends, (0, T - len(ends)))
     positions = ends.new_zeros(len(used))
     positions[places] = ends % a.size(1)
-    return ends, reads, positions.view(len(a), M), places
+    return ends, reads, positions.view(-1, M), places
 
 
 # ---- The model.
@@ -307,9 +305,12 @@ class UNet(nn.Module):
         self.config = config
         D, heads, window = config.embedding_dim, config.num_heads, config.attention_window
         self.embedding = nn.Embedding(VOCAB_SIZE, D)
-        self.down = nn.ModuleList(Block(D, heads, D, window) for _ in range(config.n_down_layers))
-        self.middle = nn.ModuleList(Block(D, heads, 4 * D) for _ in range(config.n_mid_layers))
-        self.up = nn.ModuleList(Block(D, heads, D, window) for _ in range(config.n_up_layers))
+        self.down = nn.ModuleList(
+            Block(D, heads, D, window) for _ in range(config.n_down_layers))
+        self.middle = nn.ModuleList(
+            Block(D, heads, 4 * D) for _ in range(config.n_mid_layers))
+        self.up = nn.ModuleList(
+            Block(D, heads, D, window) for _ in range(config.n_up_layers))
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
@@ -343,8 +344,7 @@ class UNet(nn.Module):
 
     def decode(self, Y):
         """Y (B, N, D) -> what the head reads, (B, N, D); eq. 6."""
-        positions = torch.arange(Y.size(1), device=Y.device)
-        return self.run(self.up, Y, positions)
+        return self.run(self.up, Y, torch.arange(Y.size(1), device=Y.device))
 
     def after_encoder(self, X, a):
         """X (B, N, D) and boundaries a (B, N) bool -> what the head reads, (B, N, D); eq. 3-9."""
@@ -383,7 +383,7 @@ class Model(UNet):
         early_logp = self.early_head(X, y) if self.config.redrawn == 0 else None  # eq. 14
         if R > 0:
             with torch.no_grad():
-                Z = self.after_encoder(X[:R], a[B:])
-                second = self.head(Z, y[:R])
+                second = self.after_encoder(X[:R], a[B:])
+                second = self.head(second, y[:R])
             logp = torch.cat((logp, second))
         return logp, early_logp, l, a
