@@ -268,7 +268,8 @@ def training_step(model, batches, optimizers, fraction, scaler, autocast, hp):
         L, terms = losses(logp, early_logp, l, a, hp)
         scaler.scale(L / len(batches)).backward()
     for p in model.parameters():
-        mean_over_processes(p.grad)
+        if p.grad is not None:
+            mean_over_processes(p.grad)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
         for group in optimizer.param_groups:
@@ -345,11 +346,13 @@ def compile_model(model, **options):
             part.compile(dynamic=part in model.middle, **options)  # the number of tokens varies
 
 
-def write_line(log, record):
+def report(log, record, text):
+    """Adds a record to the log, and prints the text, in which {key} is a value of the record."""
     try:
         print(json.dumps(record), file=log)
     except OSError as error:
         raise UserError(f"cannot write {log.name}: {error}") from error
+    say(text.format(**record))
 
 
 def train(argv):
@@ -447,8 +450,7 @@ def train(argv):
             if not math.isfinite(metrics["val_bpb"]):
                 raise UserError("the validation loss is not finite; use smaller learning rates")
             record = {"step": step, "bytes": bytes_seen, **metrics, "line": text[:160]}
-            write_line(log, record)
-            say(VAL_LINE.format(**record))
+            report(log, record, VAL_LINE)
             say("".join(marked(text[:80])).replace("\n", "⏎"))
         if rank == 0 and (evaluating or stopping) and step > first_step:
             by_name = {name: moments[p] for name, p in model.named_parameters()}
@@ -490,8 +492,7 @@ def train(argv):
                     "step": step, "bytes": bytes_seen, **terms, "T": len(places),
                     "M": positions.size(1), "grad_norm": grad_norm, "bytes_per_second": speed,
                     "minutes_left": (end - bytes_seen) / speed / 60}
-                write_line(log, record)
-                say(LOG_LINE.format(**record))
+                report(log, record, LOG_LINE)
 
     if rank == 0:
         more = "train.py --resume=True" if stopping and not finished else "sample.py"

@@ -1,4 +1,6 @@
 """train.py's command line and configuration files."""
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -6,7 +8,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+import configurator
 import train
 from configurator import UserError, check, read_command_line
 from conftest import ROOT, run
@@ -119,6 +123,25 @@ def test_the_rows_of_a_training_step_must_divide_over_all_processes(monkeypatch,
 ])
 def test_a_mistake_is_explained(arguments, message, data, error_of):
     assert message in error_of(f"--data={data}", *arguments.split())
+
+
+def test_a_notebooks_output_will_do():
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        configurator.run(lambda: print("done"))
+    assert out.getvalue() == "done\n"
+
+
+@pytest.mark.parametrize("device, capability, bfloat16_cpu, expected", [
+    ("cuda", (8, 0), False, "bfloat16"), ("cuda", (7, 5), True, "float16"),
+    ("cpu", None, True, "bfloat16"), ("cpu", None, False, "float32"), ("mps", None, True, "float32")])
+def test_dtype_auto_is_what_the_machine_is_fast_at(
+        device, capability, bfloat16_cpu, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+    monkeypatch.setattr(torch.mps, "is_available", lambda: device == "mps")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": bfloat16_cpu})
+    assert configurator.device_and_dtype("auto", "auto") == (device, expected)
+    assert configurator.device_and_dtype("cpu", "float16") == ("cpu", "float16")
 
 
 def test_every_configuration_file_is_accepted():

@@ -22,7 +22,7 @@ def small_model(**changes):
         p.data += 0.05 * torch.randn_like(p)
     for p in model.policy.parameters():
         if p.dim() > 1:
-            p.data.normal_()
+            p.data.normal_(std=3 * p.size(1) ** -0.5)
     model.head.linear.weight.data.normal_()
     return model
 

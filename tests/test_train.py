@@ -313,9 +313,19 @@ def test_a_float32_run_goes_on_in_float16_and_ends_if_no_scale_helps(
         train.main([*flags, f"--training_bytes={99 * STEP}", "--log_interval=1000"])
 
 
+def test_a_failing_compiler_is_quoted(monkeypatch):
+    def compile(function):
+        raise RuntimeError("CppCompileError: failed\nx.cpp:2: fatal error: y.h is missing\nlast")
+
+    monkeypatch.setattr(torch, "compile", compile)
+    with pytest.raises(UserError, match="fatal error: y.h is missing; use --compile=False"):
+        train.check_compiler("cpu")
+
+
 def test_compile_reaches_the_model_on_the_cpu(data, tmp_path, monkeypatch):
     compiled = []
     monkeypatch.setattr(train, "compile_model", compiled.append)
+    monkeypatch.setattr(train, "check_compiler", lambda device: None)
     for flag in "--compile=True", "--compile=False":
         train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}/{flag}", flag,
                     "--training_bytes=1"])
@@ -409,7 +419,7 @@ def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(
 
     def interrupted(*arguments):
         if next(calls) == 6:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGHUP)  # its terminal is closed
         return losses(*arguments)
 
     with monkeypatch.context() as patch:
@@ -418,6 +428,7 @@ def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(
     hint = f"ended after step 6; go on with: python train.py --resume=True --out_dir={tmp_path}/out"
     assert f"{hint}\n" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     assert torch.load(tmp_path / "out/ckpt.pt")["step"] == 6
     train.main(["--resume=True", f"--out_dir={tmp_path}/out"])
     assert steps_of(tmp_path / "out") == steps_of(tmp_path / "whole")
@@ -425,6 +436,19 @@ def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(
     assert one["scaler"] == other["scaler"]
     for name, weights in one["model"].items():
         assert torch.equal(weights, other["model"][name])
+
+
+def test_training_goes_on_when_its_terminal_is_gone_and_nohup_is_obeyed(data, tmp_path):
+    command = [sys.executable, ROOT / "train.py", *TINY, f"--data={data}", f"--out_dir={tmp_path}",
+               f"--training_bytes={64 * STEP}"]
+    process = subprocess.Popen(
+        ["nohup", *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()
+    process.send_signal(signal.SIGHUP)
+    assert b"Error" not in process.stderr.read()
+    assert process.wait() == 0
+    assert torch.load(tmp_path / "ckpt.pt")["step"] == 64
 
 
 def test_a_second_ctrl_c_ends_the_program_at_once(data, tmp_path):
