@@ -91,8 +91,8 @@ def check_unchanged(out_dir, hp):
 def train_to_end(flags, out_dir):
     """Runs train.py, or continues a run that was stopped; returns whether it succeeded."""
     resume = (out_dir / "ckpt.pt").exists()
-    command = [sys.executable, ROOT / "train.py", *flags]
-    process = subprocess.Popen([*command, f"--out_dir={out_dir}", f"--resume={resume}"])
+    flags = [*flags, f"--out_dir={out_dir}", f"--resume={resume}"]
+    process = subprocess.Popen([sys.executable, ROOT / "train.py", *flags])
     try:
         return process.wait() == 0
     finally:

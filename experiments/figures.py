@@ -7,7 +7,7 @@ Draws what runs of compare.py or other checkpoints learned, or how a single run 
 
 The first two write these files into experiments/results/NAME/:
     boundaries.html, boundaries.svg  boundaries in the first validation row (Figures 2, 5-12)
-    undecided.svg                    mean p (1 - p) during training, relative to its start
+    undecided.svg                    how open the decisions are during training
 The third writes these beside the log:
     watch.html                       validation text at every evaluation, with a slider
     watch.svg                        its first characters near 0, 0.5 and 1 MB and at the end
@@ -80,13 +80,14 @@ def picture(texts, columns):
 
 
 def draw_undecided(logs, path):
-    """How open the decisions are during training, one line per run of logs {label: records}."""
+    """How open the decisions are during training, one line per run; logs {label: records}."""
     _, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for label, records in logs.items():
         steps = [record for record in records if "undecided" in record]
         megabytes = [step["bytes"] / 1e6 for step in steps]
         axes.plot(megabytes, [step["undecided"] for step in steps], marker="", label=label)
-    axes.set(xlabel="training bytes (MB)", ylabel="mean p (1 - p), relative to its start", ylim=(0, None))
+    axes.set(xlabel="training bytes (MB)", ylabel="mean p (1 - p), relative to p = target",
+             ylim=(0, None))
     save_figure(axes, path)
 
 

@@ -17,9 +17,10 @@ Without an early exit, its two lines repeat the two above. The last two are RLOO
 Welling 2019; Ahmadian et al., arXiv 2402.14740). The draws of a row share its early exit, so it
 cancels out.
 
-The table shows the signal |E g|^2 / E|g|^2, where g is the gradient of L_pi on the policy's matrices
-in a training step; the rest is noise. E is the mean over batches of training rows. All estimators
-see the same rows and draws, in float32. The standard error, after ±, is a jackknife over batches.
+The table shows the signal |E g|^2 / E|g|^2, where g is the gradient of L_pi on the policy's
+matrices in a training step; the rest is noise. E is the mean over batches of training rows. All
+estimators see the same rows and draws, in float32. The number after ± is the standard error, a
+jackknife over batches.
 
 Writes experiments/results/NAME/table.md.
 """
@@ -87,8 +88,8 @@ def policy_gradients(model, saved):
             G = discounted_return(logp, gamma)
             early_G = discounted_return(early_logp[0], gamma)
             for name, A in advantages(G, early_G).items():
-                K, B, _ = A.shape
-                L_pi = policy_loss(l[:K, :B], a[:K, :B], A)
+                B = A.size(1)
+                L_pi = sum(map(policy_loss, l[:, :B], a[:, :B], A)) / len(A)  # mean over draws
                 g = torch.autograd.grad(L_pi, matrices, retain_graph=True)
                 gradients[name, gamma].append(torch.cat([part.flatten() for part in g]))
     return {key: torch.stack(g) for key, g in gradients.items()}

@@ -13,7 +13,7 @@ import train
 from configurator import UserError, read_command_line
 from conftest import TINY
 from experiments import bench, compare, search
-from experiments.measures import executed_flops, muon_flops, paper_flops_per_byte
+from experiments.measures import executed_flops, flops_per_byte, muon_flops, paper_flops_per_byte
 from experiments.systems import SYSTEMS, Fixed, load_checkpoint, make_model
 from model import BOS, token_layout
 from train import DEFAULTS
@@ -56,6 +56,9 @@ def test_executed_flops_are_those_that_torch_counts(flags):
     flops = executed_flops(model, 8, len(places), positions.size(1))
     assert flops == pytest.approx(model_flops, rel=0.03 if len(a) > 8 else 0.01)
     assert model_flops + muon_flops(muon) == counter.get_total_flops()
+    hp |= {"batch_size": 8, "effective_batch_size": 24}
+    per_byte = flops_per_byte(model, SimpleNamespace(**hp), len(places), positions.size(1))
+    assert per_byte * 24 * hp["seq_len"] == pytest.approx(3 * flops + muon_flops(muon))
 
 
 def test_the_paper_counts_six_flops_per_matrix_parameter():
@@ -72,7 +75,7 @@ def test_the_paper_counts_six_flops_per_matrix_parameter():
         6 * (before + policy + from_middle) + 2 * 0.25 * from_middle)
 
 
-@pytest.mark.parametrize("system", ["learned", "whitespace"])
+@pytest.mark.parametrize("system", ["learned", "gumbel", "none"])
 def test_expected_flops_are_those_of_a_run(system, data, tmp_path):
     """At the start of training, when learned boundaries are still at their target."""
     flags = [*TINY, f"--data={data}", "--seq_len=64", "--n_mid_layers=4", f"--system={system}"]
@@ -203,14 +206,11 @@ def test_mistakes_in_a_search_are_explained(data, flag, message):
 
 
 def test_bench_converts_seconds_into_speeds(monkeypatch, capsys):
-    """A training step of 4 rows of 32 bytes takes a hundredth of a second, or of 8 rows a fifth."""
-    def seconds(function):
-        step = function()
-        return 0.01
-
-    monkeypatch.setattr(bench, "seconds", seconds)
+    """Every training step takes a hundredth of a second: one of 4 rows of 32 bytes, one of 8."""
+    monkeypatch.setattr(bench, "seconds", lambda function: 0.01)
     bench.main([*TINY, "--setting=--system=none --effective_batch_size=8", "--setting="])
-    none, default = (row.strip("| ").split(" | ") for row in capsys.readouterr().out.splitlines()[3:5])
+    lines = capsys.readouterr().out.splitlines()
+    none, default = (line.strip("| ").split(" | ") for line in lines[3:5])
     assert default[:4] == ["default", "12.8", "0%", "10.0"] and default[-1] == "1.00"
     assert none[:4] == ["--system=none --effective_batch_size=8", "25.6", "0%", "10.0"]
     assert none[-1] == "0.50"
