@@ -118,6 +118,8 @@ def test_the_table_and_figure_show_means_and_costs(tmp_path, trained, monkeypatc
         "learned", "2 of 2", "2.5000", "0.0050", "2.000, 3.000", "0.300", "12%", "1e+07", "6.7"]
     assert uniform[:3] == ["uniform", "1 of 1", "4.0000"]
     evaluations = read_jsonl(tmp_path / "evaluations.jsonl")
+    assert [(e["system"], e["seed"]) for e in evaluations[::2]] == [
+        ("learned", 1), ("learned", 2), ("uniform", 1)]
     assert [e["flops"] for e in evaluations] == pytest.approx([at_2, at_4] * 3)
     assert [e["seconds"] for e in evaluations] == pytest.approx([200, 400] * 3)
     lines = figures[0].axes[0].lines
@@ -181,9 +183,10 @@ def test_a_search_gives_systems_and_shapes_the_same_flops(data, tmp_path, monkey
     monkeypatch.setattr(compare, "train_to_end", train_here)
     monkeypatch.setattr(search, "RESULTS", tmp_path)
     flags = ["--name=x", "--systems=none,uniform", "--flops=1e9", "--shape=--n_mid_layers=2"]
-    search.main([*flags, *TINY, f"--data={data}", "--eval_interval=9999"])
+    search.main([*flags, *TINY, f"--data={data}", "--eval_interval=9999", "--seed=7"])
     none, uniform = read_jsonl(tmp_path / "x/runs.jsonl")
     assert [none["system"], uniform["system"]] == ["none", "uniform"]
+    assert none["seed"] == uniform["seed"] == 7
     assert uniform["bytes"] > 1.3 * none["bytes"]
     assert [none["flops"], uniform["flops"]] == pytest.approx([1e9, 1e9], rel=0.02)
     assert "<!-- uniform -->" in (tmp_path / "x/flops.svg").read_text()  # its label
