@@ -1,159 +1,106 @@
 """
 How fast a training step is, compared with the other systems' and with a matrix product.
 
-    python -m experiments.bench             the quick run's model, and the same with longer rows
+    python -m experiments.bench             the quick run's model
     python -m experiments.bench --compile=False --batch_size=4
-    python -m experiments.bench --gpu       the paper's 147M model, for one H100 or H200
-    python -m experiments.bench --runs=out-learned,out-uniform    finished runs, on their own data
+    python -m experiments.bench --seq_len=4096 --batch_size=2 --setting=--system=none --setting=""
+    python -m experiments.bench config/fineweb_147m.py --setting=""     for one H100 or H200
 
-All other flags and configuration files are train.py's. Steps take turns, so that a slow spell
-affects all of them alike. Times are medians over the turns, +- half the interquartile range. FLOPs
-are those of matrix products. Compare numbers of one run of this program only.
+A setting, a row of the table, is any flags of train.py; other flags and configuration files go to
+all settings. The text is random bytes, and p stays where it starts. Steps take turns, so that a
+slow spell affects all of them alike. Times are medians over the turns, +- half the interquartile
+range. FLOPs are those of matrix products. The last column is the time relative to the last setting.
+Compare numbers of one run of this program only.
 """
 import itertools
+import shlex
 import statistics
 import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
 import train
-from config.command_line import check, device_and_dtype, read_command_line
-from config.terminal import argument_parser, one_line_errors
-from experiments.measures import executed_flops, muon_flops
-from model import load_checkpoint, make_model
-from prepare import open_shards
+from configurator import argument_parser, device_and_dtype, run, say
+from experiments.compare import hyperparameters, table
+from experiments.measures import flops_per_byte
+from experiments.systems import make_model
+from model import token_layout
 
+SETTINGS = "", "--redrawn=0", "--system=none", "--system=random", "--system=uniform"
 TURNS = 20
 SIDE = 8192 if torch.cuda.is_available() else 2048  # of the matrix product
 
 
-def seconds(function, *arguments):
-    """The seconds that a call takes, and what it returns."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    wait()
+def seconds(function):
+    """The seconds that a call takes. The GPU must be idle before, as it is afterwards."""
     started = time.perf_counter()
-    result = function(*arguments)
-    wait()
-    return time.perf_counter() - started, result
+    function()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
-# ---- A setting is (hp, model, shards).
-def new_setting(hp, **changes):
-    """An untrained model, whose policy is at its target, and random bytes."""
-    hp = SimpleNamespace(**vars(hp) | changes)
+def training_step(hp):
+    """A function that does the next training step of a new model; a step's bytes and FLOPs."""
     torch.manual_seed(0)
-    rows = torch.randint(256, (hp.batch_size, hp.seq_len), dtype=torch.uint8)
-    return hp, make_model(vars(hp)), [rows.numpy()]
-
-
-def finished_run(out_dir, hp):
-    """A trained model and its training data, on the device that hp names."""
-    with one_line_errors():
-        model, saved = load_checkpoint(Path(out_dir, "ckpt.pt"))
-        machine = {"device": hp.device, "dtype": hp.dtype, "compile": hp.compile}
-        hp = SimpleNamespace(**vars(hp) | saved["config"] | machine)
-        return hp, model, open_shards(hp.data, "train", hp.seq_len)
-
-
-def training_step(hp, model, shards):
-    """A function that does a training step as train.py does, and returns its boundaries a."""
-    model.to(hp.device).train()
+    size = hp.effective_batch_size, hp.seq_len
+    shards = [torch.randint(256, size, dtype=torch.uint8).numpy()]
+    model = make_model(vars(hp)).to(hp.device)
     if hp.compile:
         train.compile_model(model)
-    many = SimpleNamespace(**vars(hp) | {"effective_batch_size": 32 * hp.batch_size})
-    batches = itertools.cycle(train.micro_batches(shards, 0, many, 0, 1, hp.device))
     optimizers = train.make_optimizers(model, hp)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-9  # so small that the number of tokens stays
     autocast = train.prepare_torch(hp.device, hp.dtype)
+    scaler = torch.amp.GradScaler(hp.device, enabled=hp.dtype == "float16")
+    first_rows = itertools.count(0, hp.effective_batch_size)
+    fraction = 1e-9  # of the learning rates: so small that the number of tokens stays
 
     def step():
-        with autocast:
-            logp, early_logp, l, a = model(*next(batches))
-        L, _ = train.losses(model, logp, early_logp, l, a, hp)
-        L.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip)
-        with autocast:
-            for optimizer in optimizers:
-                optimizer.step()
-        model.zero_grad()
-        return a
+        batches = train.micro_batches(shards, next(first_rows), hp, 0, 1, hp.device)
+        return train.training_step(model, batches, optimizers, fraction, scaler, autocast, hp)
 
-    return step
-
-
-def compare_steps(title, settings):
-    """Prints a table of training steps, from a dictionary of settings."""
-    steps = {name: training_step(*setting) for name, setting in settings.items()}
-    times = {name: [] for name in steps}  # seconds per byte
-    for turn in range(1 + TURNS):
-        for name, step in steps.items():
-            step()  # fills the caches
-            duration, a = seconds(step)
-            if turn:  # the first one compiles
-                times[name].append(duration / a[0].numel())
-    last = [*settings][-1]
-    width = max(map(len, settings))
-    print(f"{title}; the last column is the time per byte, relative to {last}")
-    for name, step in steps.items():
-        a = step()
-        bytes_per_step = a[0].numel()
-        hp, model, _ = settings[name]
-        _, muon = train.make_optimizers(model, hp)
-        flops = executed_flops(model, a).item() + muon_flops(muon)
-        low, middle, high = statistics.quantiles(times[name], n=4)
-        spread = (high - low) / 2 / middle
-        ratio = statistics.median(t / r for t, r in zip(times[name], times[last]))
-        print(f"  {name:{width}} {1e-3 / middle:8.1f} kB/s +- {spread:4.0%} "
-              f"{1e3 * bytes_per_step * middle:8.1f} ms {flops / 1e9:8.1f} GFLOP "
-              f"{flops / bytes_per_step / middle / 1e12:6.2f} TFLOP/s {ratio:6.2f}")
-
-
-def print_matrix_product(hp):
-    """Prints the speed of a matrix product, which no training step can exceed."""
-    z = torch.randn(SIDE, SIDE, device=hp.device, dtype=getattr(torch, hp.dtype))
-    times = [seconds(torch.mm, z, z)[0] for _ in range(TURNS)]
-    print(f"matrix product: {2 * SIDE**3 / statistics.median(times) / 1e12:.2f} TFLOP/s")
+    _, _, a, _ = step()
+    _, _, positions, places = token_layout(a > 0.5)
+    per_byte = flops_per_byte(model, hp, len(places), positions.size(1))
+    return step, shards[0].size, per_byte * shards[0].size
 
 
 def main(argv=None):
     parser = argument_parser(__doc__)
-    parser.add_argument("--gpu", action="store_true", help="the paper's 147M model")
-    parser.add_argument("--runs", help="folders of finished runs, separated by commas")
+    parser.add_argument("--setting", action="append", metavar="FLAGS", help="may be repeated")
     options, others = parser.parse_known_args(argv)
-    if options.gpu:
-        others = ["config/fineweb_147m.py", *others]
-    hp = SimpleNamespace(**train.DEFAULTS | read_command_line(others, train.DEFAULTS))
-    check(hp)
-    hp.device, hp.dtype = device_and_dtype(hp.device, hp.dtype)
-    train.prepare_torch(hp.device, hp.dtype)  # for the matrix product
     torch._dynamo.config.recompile_limit = 64  # all settings share the layers' code
-    print(f"torch {torch.__version__}, {hp.device}, {hp.dtype}, {torch.get_num_threads()} threads")
-    print_matrix_product(hp)
-    if options.runs:
-        runs = {out_dir: finished_run(out_dir, hp) for out_dir in options.runs.split(",")}
-        compare_steps("finished runs", runs)
-        return
-    if options.gpu:
-        compare_steps("the paper's model", {"learned": new_setting(hp)})
-        print(f"peak GPU memory: {torch.cuda.max_memory_allocated() / 1e9:.3g} GB")
-    else:
-        compare_steps(f"rows of {hp.seq_len} bytes", {
-            "learned": new_setting(hp),
-            "learned, K=1": new_setting(hp, num_draws=1),
-            "learned, K=4": new_setting(hp, num_draws=4),
-            "none": new_setting(hp, boundaries="none"),
-            "random": new_setting(hp, boundaries="random"),
-            "uniform": new_setting(hp, boundaries="uniform")})
-        for N in (1024, 4096):
-            size = {"seq_len": N, "batch_size": 8192 // N}
-            compare_steps(f"rows of {N} bytes", {
-                "none": new_setting(hp, **size, boundaries="none"),
-                "learned": new_setting(hp, **size)})
+    settings = {}
+    for flags in options.setting or SETTINGS:
+        hp = hyperparameters([*others, *shlex.split(flags)])
+        hp.device, hp.dtype = device_and_dtype(hp.device, hp.dtype)
+        settings[flags] = training_step(hp)
+
+    z = torch.randn(SIDE, SIDE, device=hp.device, dtype=getattr(torch, hp.dtype))
+    product = statistics.median(seconds(lambda: z @ z) for _ in range(TURNS))
+    say(f"torch {torch.__version__}, {hp.device}, {hp.dtype}, {torch.get_num_threads()} threads; "
+        f"a matrix product runs at {2 * SIDE**3 / product / 1e12:.2f} TFLOP/s")
+    times = {flags: [] for flags in settings}  # seconds per byte
+    for _ in range(TURNS):
+        for flags, (step, size, _) in settings.items():
+            seconds(step)  # fills the caches
+            times[flags].append(seconds(step) / size)
+    rows = []
+    for flags, (_, size, flops) in settings.items():
+        low, middle, high = statistics.quantiles(times[flags], n=4)
+        ratios = [one / last for one, last in zip(times[flags], times[[*settings][-1]])]
+        rows.append([
+            flags or "default",
+            f"{1e-3 / middle:.1f}",
+            f"{(high - low) / 2 / middle:.0%}",
+            f"{1e3 * size * middle:.1f}",
+            f"{flops / 1e9:.1f}",
+            f"{flops / size / middle / 1e12:.2f}",
+            f"{statistics.median(ratios):.2f}"])
+    head = ["setting", "kB/s", "+-", "ms", "GFLOP", "TFLOP/s", "relative time"]
+    say(table(head, rows))
+    if torch.cuda.is_available():
+        say(f"peak GPU memory: {torch.cuda.max_memory_allocated() / 1e9:.3g} GB")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

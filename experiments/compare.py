@@ -4,12 +4,12 @@ Trains systems that place boundaries in different ways on the same rows, and com
     python -m experiments.compare --systems=learned,uniform,hnet --seeds=2 --training_bytes=20e6
     python -m experiments.compare --systems=learned,none config/x.py --gamma=0.9 --name=x
 
-A system is a value of train.py's --boundaries. The configuration file and all other flags go to
+A system is a value of train.py's --system. The configuration file and all other flags go to
 train.py. Finished runs are not repeated, and stopped runs continue. Writes to
 experiments/results/NAME/, from all runs in its folder runs/:
 
     evaluations.jsonl   one line per evaluation
-    table.md            means over seeds of the last evaluations
+    table.md            means over seeds of the last evaluations of finished runs
     loss.svg            bits per byte over FLOPs: the paper's Figures 3 and 4
 """
 import json
@@ -23,16 +23,13 @@ from types import SimpleNamespace
 import matplotlib.pyplot as plt
 from cycler import cycler
 
-from config.command_line import check, read_command_line
-from config.terminal import argument_parser, fail, one_line_errors
-from experiments.measures import paper_flops_per_byte
-from experiments.systems import SYSTEMS
-from model import load_checkpoint, read_checkpoint
+from configurator import UserError, argument_parser, check, read_command_line, run, say
+from experiments.measures import flops_per_byte, paper_flops_per_byte
+from experiments.systems import SYSTEMS, load_checkpoint, read_checkpoint
 from train import DEFAULTS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
-NAMES = ["learned", *SYSTEMS]
 
 # a figure's lines differ in colour, marker and dashes
 plt.rcParams["axes.prop_cycle"] = cycler(
@@ -47,51 +44,83 @@ def table(head, rows):
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def write_table(results, head, rows):
+    """Prints a table, and writes it to the folder results."""
+    results.mkdir(parents=True, exist_ok=True)
+    text = table(head, rows)
+    (results / "table.md").write_text(text, encoding="utf-8")
+    say(text)
+
+
+def write_jsonl(path, records):
+    lines = [json.dumps(record) + "\n" for record in records]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
 def save_figure(axes, path):
     """Adds a legend and a grid, and writes the figure."""
     axes.legend(frameon=False)
     axes.grid(alpha=0.2)
     axes.figure.savefig(path)
     plt.close(axes.figure)
+    say(f"wrote {path}")
 
 
 # ---- Training.
-def hyperparameters(system, seed, arguments):
-    """The flags of train.py for a run of the system, and the hyperparameters they give."""
-    if system not in NAMES:
-        fail(f"unknown system '{system}'; choose from {', '.join(NAMES)}")
-    flags = [*arguments, f"--boundaries={system}", f"--seed={seed}"]
+def hyperparameters(flags):
+    """The hyperparameters that these arguments give train.py. Raises UserError."""
     hp = SimpleNamespace(**DEFAULTS | read_command_line(flags, DEFAULTS))
     check(hp)
-    return flags, hp
+    if hp.system not in SYSTEMS:
+        raise UserError(f"unknown system '{hp.system}'; choose from {', '.join(SYSTEMS)}")
+    return hp
 
 
 def check_unchanged(out_dir, hp):
-    """Ends the program if out_dir holds a run with other hyperparameters."""
+    """Raises UserError if out_dir holds a run with other hyperparameters."""
     checkpoint = out_dir / "ckpt.pt"
     if not checkpoint.exists():
         return
-    with one_line_errors():
-        old = DEFAULTS | read_checkpoint(checkpoint)["config"]
+    old = DEFAULTS | read_checkpoint(checkpoint)["config"]
     for key, value in vars(hp).items():
         if key not in ("out_dir", "resume", "device", "compile") and value != old[key]:
-            fail(f"{out_dir} was trained with {key}={old[key]!r}, not {value!r}; "
-                 "use another --name")
+            raise UserError(f"{out_dir} was trained with {key}={old[key]!r}, not {value!r}; use "
+                            "another --name")
 
 
 def train_to_end(flags, out_dir):
     """Runs train.py, or continues a run that was stopped; returns whether it succeeded."""
     resume = (out_dir / "ckpt.pt").exists()
-    command = [sys.executable, ROOT / "train.py", *flags]
-    process = subprocess.Popen([*command, f"--out_dir={out_dir}", f"--resume={resume}"])
+    flags = [*flags, f"--out_dir={out_dir}", f"--resume={resume}"]
+    process = subprocess.Popen([sys.executable, ROOT / "train.py", *flags])
     try:
         return process.wait() == 0
-    except KeyboardInterrupt:  # train.py receives it too, and writes a checkpoint
-        process.wait()
-        sys.exit(130)
+    finally:
+        process.wait()  # Ctrl-C reaches train.py too, which then writes a checkpoint
+
+
+def train_all(planned, results, write_results):
+    """Trains the planned runs, a list of (flags, out_dir), and writes their results after each."""
+    for flags, out_dir in planned:
+        check_unchanged(out_dir, hyperparameters(flags))
+    succeeded = []
+    for flags, out_dir in planned:
+        succeeded.append(train_to_end(flags, out_dir))
+        write_results(results)
+    if not all(succeeded):
+        sys.exit(1)
 
 
 # ---- Results.
+def read_log(path):
+    """The records of a log.jsonl: training steps and evaluations.
+
+    train.py may still be writing the last line.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def read_run(out_dir):
     """A run's evaluations: a list of dictionaries, empty if there are none yet.
 
@@ -99,53 +128,53 @@ def read_run(out_dir):
     """
     if not (out_dir / "ckpt.pt").exists():
         return []
-    with one_line_errors():  # for example a rule that is no longer in SYSTEMS
-        model, saved = load_checkpoint(out_dir / "ckpt.pt")
+    model, saved = load_checkpoint(out_dir / "ckpt.pt")
     hp = SimpleNamespace(**saved["config"])
-    system, seed = out_dir.name.rsplit("-", 1)
     parameters = sum(p.numel() for p in model.parameters())
-    draws = hp.num_draws if hp.boundaries == "learned" else 1
-    log = (out_dir / "log.jsonl").read_text()
-    records = [json.loads(line) for line in log.splitlines()]
+    records = read_log(out_dir / "log.jsonl")
     steps = [record for record in records if "auto" in record]
     if not steps:  # shorter than log_interval
         return []
     speed = statistics.median(step["bytes_per_second"] for step in steps)
     evaluations = []
-    step = steps[0]  # the latest one: its rate and FLOPs hold for the bytes since the last record
+    step = steps[0]  # the latest one: its tokens hold for the bytes since the last record
     last_bytes = flops = paper_flops = 0
     for record in records:
         if "auto" in record:
             step = record
         new_bytes = record["bytes"] - last_bytes
         last_bytes = record["bytes"]
-        flops += new_bytes * step["flops_per_byte"]
-        paper_flops += new_bytes * paper_flops_per_byte(model, step["rate"], draws)
+        flops += new_bytes * flops_per_byte(model, hp, step["T"], step["M"])
+        paper_flops += new_bytes * paper_flops_per_byte(model, step["rate"])
         if "val_bpb" in record and record["bytes"]:
             del record["line"]  # the printed text
             new_keys = {
-                "flops": flops, "paper_flops": paper_flops, "seconds": record["bytes"] / speed,
-                "training_bytes": hp.training_bytes, "parameters": parameters}
-            evaluations.append({"system": system, "seed": int(seed), **new_keys, **record})
+                "system": hp.system, "seed": hp.seed, "flops": flops, "paper_flops": paper_flops,
+                "seconds": record["bytes"] / speed, "training_bytes": hp.training_bytes,
+                "parameters": parameters}
+            evaluations.append(new_keys | record)
     return evaluations
 
 
-def table_row(system, runs):
-    """The system's row of the table: means over the last evaluations of its runs."""
+def last_evaluations(runs):
+    """Of the finished ones among these runs."""
     last = [evaluations[-1] for evaluations in runs if evaluations]
-    problems = ["a run failed, or logged nothing"] * (len(runs) - len(last))
-    for e in last:
-        if e["bytes"] < e["training_bytes"]:
-            problems.append(f"seed {e['seed']} stopped at {e['bytes'] / 1e6:.1f} MB")
-    if problems:
-        return [system, str(len(last)), "; ".join(problems), *[""] * 6]
+    return [e for e in last if e["bytes"] >= e["training_bytes"]]
+
+
+def table_row(system, runs):
+    """The system's row of the table: means over the last evaluations of its finished runs."""
+    last = last_evaluations(runs)
+    seeds = f"{len(last)} of {len(runs)}"
+    if not last:
+        return [system, seeds, *[""] * 7]
 
     def mean(key):
         return statistics.mean(e[key] for e in last)
 
     return [
         system,
-        str(len(last)),
+        seeds,
         f"{mean('val_bpb'):.4f}",
         f"{mean('val_stderr'):.4f}",
         ", ".join(f"{e['val_bpb']:.3f}" for e in last),
@@ -170,46 +199,38 @@ def draw_loss(runs, path):
     save_figure(axes, path)
 
 
-def write(results):
+def write_results(results):
     """Writes the table, the figure and all evaluations of the runs in the folder."""
     runs = {}
     for path in sorted(results.glob("runs/*-*")):
-        system, _ = path.name.rsplit("-", 1)
+        system, _, _ = path.name.rpartition("-")
         runs.setdefault(system, []).append(read_run(path))
-    runs = {system: runs[system] for system in sorted(runs, key=NAMES.index)}
-    with open(results / "evaluations.jsonl", "w") as file:
-        for evaluations in sum(runs.values(), []):
-            for e in evaluations:
-                print(json.dumps(e), file=file)
-    head = ["system", "seeds", "bits per byte", "standard error over rows", "each seed", "rate",
+    runs = {system: runs[system] for system in SYSTEMS if system in runs}
+    evaluations = [e for seeds in runs.values() for run in seeds for e in run]
+    write_jsonl(results / "evaluations.jsonl", evaluations)
+    head = ["system", "finished", "bits per byte", "standard error over rows", "each seed", "rate",
             "tokens ending between words", "training FLOPs", "minutes"]
     rows = [table_row(system, runs[system]) for system in runs]
-    (results / "table.md").write_text(table(head, rows))
+    write_table(results, head, rows)
     draw_loss(runs, results / "loss.svg")
 
 
 def main(argv=None):
     parser = argument_parser(__doc__)
-    parser.add_argument("--systems", default="learned,uniform,random,whitespace,gumbel,hnet,none")
-    parser.add_argument("--seeds", type=int, default=1, help="number of runs per system")
-    parser.add_argument("--first_seed", type=int, default=1337)
-    parser.add_argument("--name", default="try", help="folder of results")
+    add = parser.add_argument
+    add("--systems", default="learned,uniform,random,whitespace,gumbel,hnet,none")
+    add("--seeds", type=int, default=1, help="number of runs per system")
+    add("--first_seed", type=int, default=1337)
+    add("--name", default="try", help="folder of results")
     options, others = parser.parse_known_args(argv)
     results = RESULTS / options.name
     planned = []
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         for system in options.systems.split(","):
-            flags, hp = hyperparameters(system, seed, others)
-            out_dir = results / "runs" / f"{system}-{seed}"
-            check_unchanged(out_dir, hp)
-            planned.append((flags, out_dir))
-    succeeded = []
-    for flags, out_dir in planned:
-        succeeded.append(train_to_end(flags, out_dir))
-        write(results)
-    print((results / "table.md").read_text())
-    return 0 if all(succeeded) else 1
+            flags = [*others, f"--system={system}", f"--seed={seed}"]
+            planned.append((flags, results / "runs" / f"{system}-{seed}"))
+    train_all(planned, results, write_results)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -13,22 +13,22 @@ Accuracy is the fraction of items whose right answer has the fewest bits per byt
 (the harness divides by characters). The rate is tokens per byte of all that is read. A context is
 cut at the front so that it fits the model's row with the answer.
 
-The draws depend on an item's number only, so results repeat. Rows of a pass are padded to the same
-length. Padding affects only rounding and bpe's boundaries, which look ahead.
+The draws depend on an item's number only, so results repeat.
 """
 import math
 import re
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
-from config.command_line import device_and_dtype
-from config.terminal import argument_parser, fail, one_line_errors
-from model import inputs_and_targets, load_checkpoint
+from configurator import UserError, argument_parser, device_and_dtype, run, say
+from experiments.compare import table
+from experiments.systems import load_checkpoint
+from model import BOS
 from prepare import open_shards
-
-BATCH_SIZE = 16  # rows per pass
+from train import prepare_torch
 
 
 # ---- The benchmarks: a dataset's row -> context, answers, number of the right answer.
@@ -66,14 +66,14 @@ BENCHMARKS = {  # name: how to read a row, and where datasets.load_dataset finds
 
 
 def read_items(task, seq_len):
-    """[(context, answers, number of the right one)] of a task, in bytes."""
+    """[(context, answers, number of the right one)] of a task, in bytes. Raises UserError."""
     name, _, place = task.partition("=")
     if name == "heldout":
         shards = open_shards(place, "val", seq_len)
         return [(b"", [row.tobytes()], 0) for shard in shards for row in shard]
     if name not in BENCHMARKS:
-        fail(f"unknown task '{task}'; use {', '.join(BENCHMARKS)} or heldout=FOLDER")
-    import datasets  # slow
+        raise UserError(f"unknown task '{task}'; use {', '.join(BENCHMARKS)} or heldout=FOLDER")
+    import datasets  # here because it takes seconds
     import huggingface_hub
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs it also raises
@@ -91,38 +91,26 @@ def read_items(task, seq_len):
                 raise ValueError("the label is hidden")
             items.append((context.encode(), [answer.encode() for answer in answers], right))
     except Exception as error:  # datasets raises dozens of kinds
-        fail(f"{name}: cannot read {place or source['path']} ({type(error).__name__}: {error}); "
-             f"give a .json, .jsonl or .parquet file with labels: {name}=FILE")
+        raise UserError(
+            f"{name}: cannot read {place or source['path']} ({type(error).__name__}: {error}); "
+            f"give a .json, .jsonl or .parquet file with labels: {name}=FILE") from error
     return items
 
 
 # ---- Scores.
 @torch.no_grad()
-def score(model, items, autocast):
-    """The bits of each answer of each item, a list of arrays, and the rate."""
+def score(model, context, answer, seed, autocast):
+    """The answer's bits, and how many tokens and bytes were read."""
     device = model.embedding.weight.device
-    rows = []
-    for i, (context, answers, _) in enumerate(items):
-        for j, answer in enumerate(answers):
-            length = max(model.config.seq_len, len(answer))
-            rows.append(((context + answer)[-length:], len(answer), i, j))
-    rows.sort(key=lambda row: -len(row[0]))  # rows of a batch need little padding
-    bits = [np.zeros(len(answers)) for _, answers, _ in items]
-    tokens = 0
-    for start in tqdm(range(0, len(rows), BATCH_SIZE), disable=None):
-        batch = rows[start : start + BATCH_SIZE]
-        N = len(batch[0][0])
-        text = [list(row.ljust(N)) for row, _, _, _ in batch]
-        u = [np.random.default_rng(i).random(N, np.float32) for _, _, i, _ in batch]
-        x, y = inputs_and_targets(np.array(text, np.uint8), device)
-        u = torch.from_numpy(np.stack(u))[None]
-        with autocast:
-            logp, _, _, a = model(x, y, u.to(device))
-        for (row, size, i, j), row_logp, row_a in zip(batch, logp[0].cpu(), a[0].cpu()):
-            nats = -row_logp[len(row) - size : len(row)].sum().item()
-            bits[i][j] = nats / math.log(2)
-            tokens += row_a[: len(row)].sum().item()
-    return bits, tokens / sum(len(row) for row, _, _, _ in rows)
+    length = max(model.config.seq_len, len(answer))
+    row = (context + answer)[-length:]
+    y = torch.tensor([list(row)], device=device)
+    x = F.pad(y[:, :-1], (1, 0), value=BOS)
+    u = np.random.default_rng(seed).random((1, len(row)), np.float32)
+    with autocast:
+        logp, _, _, a = model(x, y, torch.from_numpy(u).to(device))
+    nats = -logp[0, -len(answer) :].sum().item()
+    return nats / math.log(2), a.sum().item(), len(row)
 
 
 def ratio(bits, sizes):
@@ -134,16 +122,18 @@ def ratio(bits, sizes):
 
 def evaluate(model, items, autocast):
     """The cells of a task's line in the table. There is no accuracy with a single answer."""
-    bits, rate = score(model, items, autocast)
     results = []
-    for item_bits, (_, answers, right) in zip(bits, items):
+    for i, (context, answers, right) in enumerate(tqdm(items, disable=None)):
+        scores = [score(model, context, answer, i, autocast) for answer in answers]
+        bits, tokens, read = np.array(scores).T  # of each answer
         sizes = np.array([len(answer) for answer in answers])
-        hit = (item_bits / sizes).argmin() == right
-        results.append((item_bits[right], sizes[right], hit))
-    right_bits, right_sizes, hits = np.array(results).T
-    value, error = ratio(right_bits, right_sizes)
+        hit = (bits / sizes).argmin() == right
+        results.append((bits[right], sizes[right], hit, tokens.sum(), read.sum()))
+    bits, sizes, hits, tokens, read = np.array(results).T  # of each item
+    value, error = ratio(bits, sizes)
     accuracy = f"{hits.mean():.4f}" if len(items[0][1]) > 1 else ""
-    return [f"{len(items)}", f"{right_sizes.sum():.0f}", f"{value:.4f}", f"{error:.4f}", accuracy,
+    rate = tokens.sum() / read.sum()
+    return [f"{len(items)}", f"{sizes.sum():.0f}", f"{value:.4f}", f"{error:.4f}", accuracy,
             f"{rate:.4f}"]
 
 
@@ -152,19 +142,15 @@ def main(argv=None):
     parser.add_argument("checkpoint", help="ckpt.pt of train.py")
     parser.add_argument("tasks", nargs="+", metavar="task", help="NAME, NAME=FILE, heldout=FOLDER")
     options = parser.parse_args(argv)
-    with one_line_errors():
-        model, saved = load_checkpoint(options.checkpoint)
-        tasks = {task: read_items(task, model.config.seq_len) for task in options.tasks}
+    model, saved = load_checkpoint(options.checkpoint)
+    tasks = {task: read_items(task, model.config.seq_len) for task in options.tasks}
     device, dtype = device_and_dtype("auto", saved["config"]["dtype"])
-    autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
+    autocast = prepare_torch(device, dtype)
     model.to(device)
-
-    print("| task | items | bytes | bits per byte | standard error | accuracy | rate |")
-    print("|---|---|---|---|---|---|---|")
-    for task, items in tasks.items():
-        cells = evaluate(model, items, autocast)
-        print(f"| {' | '.join([task, *cells])} |", flush=True)
+    rows = [[task, *evaluate(model, items, autocast)] for task, items in tasks.items()]
+    head = ["task", "items", "bytes", "bits per byte", "standard error", "accuracy", "rate"]
+    say(table(head, rows))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -2,28 +2,27 @@
 Draws what runs of compare.py or other checkpoints learned, or how a single run learned.
 
     python -m experiments.figures --name=try             the runs of experiments/results/try
-    python -m experiments.figures --name=rates out-2/ckpt.pt out-4/ckpt.pt --text=FILE
+    python -m experiments.figures --name=rates out-2/ckpt.pt out-4/ckpt.pt
     python -m experiments.figures --watch=out/log.jsonl  a run of train.py, finished or not
 
 The first two write these files into experiments/results/NAME/:
-    boundaries.html, boundaries.svg  boundaries in the same validation text (Figures 2, 5-12)
-    entropy.svg                      mean -log pi(a_i) during training, in nats (Figure 13)
+    boundaries.html, boundaries.svg  boundaries in the first validation row (Figures 2, 5-12)
+    undecided.svg                    how open the decisions are during training
 The third writes these beside the log:
     watch.html                       validation text at every evaluation, with a slider
     watch.svg                        its first characters near 0, 0.5 and 1 MB and at the end
 """
 import html
-import json
 import math
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 
-from config.terminal import argument_parser, characters, fail, one_line_errors
-from experiments.compare import RESULTS, save_figure
+from configurator import UserError, argument_parser, characters, run
+from experiments.compare import RESULTS, read_log, save_figure
 from experiments.page import as_html, cell, cell_colours, page, write
-from model import load_checkpoint
+from experiments.systems import load_checkpoint
 from prepare import open_shards
 from sample import scored
 
@@ -51,19 +50,8 @@ text { font: 15px monospace; text-anchor: middle }
 """
 
 
-def evaluations(log):
-    """The evaluations in a log.jsonl. train.py may still be writing the last line."""
-    records = []
-    for line in log.read_text().splitlines(keepends=True):
-        if '"line"' in line and line.endswith("\n"):
-            records.append(json.loads(line))
-    if not records:
-        raise ValueError(f"{log} holds no evaluations; use the log.jsonl of a run")
-    return records
-
-
 def picture(texts, columns):
-    """An SVG of texts, each (heading, [(character, a, p)]), with a legend."""
+    """An SVG of texts, {heading: [(character, a, p)]}, with a legend."""
     blue, _ = cell_colours(0.0)
     yellow, _ = cell_colours(1.0)
     svg = f"""<path fill="{yellow}" d="M0 4h10v19h-10"/>
@@ -72,7 +60,7 @@ def picture(texts, columns):
 <path class="end" d="M375 4h2v19h-2z"/><text class="words" x="382" y="19">a token ends</text>
 """
     top = 34
-    for heading, text in texts:
+    for heading, text in texts.items():
         svg += f'<text class="words" y="{top + 15}">{html.escape(heading)}</text>\n'
         for i, (character, a, p) in enumerate(text):
             x = 10 * (i % columns)
@@ -91,14 +79,15 @@ def picture(texts, columns):
 """
 
 
-def draw_entropy(logs, path):
-    """The entropy of the decisions during training, one line per run (label, evaluations)."""
+def draw_undecided(logs, path):
+    """How open the decisions are during training, one line per run; logs {label: records}."""
     _, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for label, records in logs:
-        megabytes = [r["bytes"] / 1e6 for r in records]
-        entropy = [r["val_entropy"] for r in records]
-        axes.plot(megabytes, entropy, markersize=4, label=label)
-    axes.set(xlabel="training bytes (MB)", ylabel="entropy of a decision, nats", ylim=(0, None))
+    for label, records in logs.items():
+        steps = [record for record in records if "undecided" in record]
+        megabytes = [step["bytes"] / 1e6 for step in steps]
+        axes.plot(megabytes, [step["undecided"] for step in steps], marker="", label=label)
+    axes.set(xlabel="training bytes (MB)", ylabel="mean p (1 - p), relative to p = target",
+             ylim=(0, None))
     save_figure(axes, path)
 
 
@@ -152,59 +141,48 @@ def watch(records, name):
 
 def learning(records):
     """The picture of a text's first characters near 0, 0.5 and 1 MB and at the end of a run."""
-    texts = []
+    texts = {}
     for place in 0, 0.5e6, 1e6, records[-1]["bytes"]:
         nearest = min(records, key=lambda r: abs(r["bytes"] - place))
-        text = caption(nearest), list(characters(nearest["line"]))[:100]
-        if text not in texts:
-            texts.append(text)
+        texts[caption(nearest)] = list(characters(nearest["line"]))[:100]
     return picture(texts, columns=50)
 
 
 def main(argv=None):
     parser = argument_parser(__doc__)
     add = parser.add_argument
-    add("checkpoints", nargs="*", help="instead of the first run of each system")
+    add("checkpoints", nargs="*", help="instead of the runs in the folder")
     add("--name", default="try", help="folder of results (%(default)s)")
-    add("--text", metavar="FILE", help="show this text instead of the first validation row")
     add("--watch", metavar="LOG", help="show how this run learned instead")
     options = parser.parse_args(argv)
+    if options.watch:
+        log = Path(options.watch).expanduser()
+        records = [record for record in read_log(log) if "line" in record]
+        if not records:
+            raise UserError(f"{log} holds no evaluations; use the log.jsonl of a run")
+        write(log.with_name("watch.html"), watch(records, log.resolve().parent.name))
+        write(log.with_name("watch.svg"), learning(records))
+        return
+
     results = RESULTS / options.name
-    first = {}  # the checkpoint of each system's first run
-    for path in sorted(results.glob("runs/*/ckpt.pt")):
-        system, _, _ = path.parent.name.rpartition("-")
-        first.setdefault(system, path)
-    texts = []
-    logs = []
-    with one_line_errors():
-        if options.watch:
-            log = Path(options.watch).expanduser()
-            records = evaluations(log)
-            write(log.with_name("watch.html"), watch(records, log.resolve().parent.name))
-            write(log.with_name("watch.svg"), learning(records))
-            return
-        for path in map(Path, options.checkpoints or first.values()):
-            model, saved = load_checkpoint(path)
-            hp = saved["config"]
-            if options.text:
-                text = Path(options.text).expanduser().read_bytes()
-            else:
-                text = open_shards(hp["data"], "val", hp["seq_len"])[0][0].tobytes()
-            torch.manual_seed(0)
-            label = path.resolve().parent.name
-            texts.append((label, list(scored(model, text))))
-            records = evaluations(path.with_name("log.jsonl"))
-            if records[0]["val_entropy"] > 1e-3:  # else a rule decides
-                logs.append((label, records))
+    texts, shown, logs = {}, {}, {}  # by label
+    for path in map(Path, options.checkpoints or sorted(results.glob("runs/*/ckpt.pt"))):
+        model, saved = load_checkpoint(path)
+        hp = saved["config"]
+        row = open_shards(hp["data"], "val", hp["seq_len"])[0][0]
+        torch.manual_seed(0)
+        label = str(path.parent).removeprefix(f"{results}/runs/")
+        texts[label] = list(scored(model, row.tobytes()))
+        shown[label] = list(characters(step[:3] for step in texts[label]))
+        logs[label] = read_log(path.with_name("log.jsonl"))
     if not texts:
-        fail(f"there are no runs in {results}; make them with compare.py, or name checkpoints")
+        raise UserError(f"there are no runs in {results}; make them with compare.py, or name "
+                        "checkpoints")
     results.mkdir(parents=True, exist_ok=True)
     write(results / "boundaries.html", as_html(texts))
-    shown = [(label, list(characters(step[:3] for step in steps))) for label, steps in texts]
     write(results / "boundaries.svg", picture(shown, columns=100))
-    if logs:
-        draw_entropy(logs, results / "entropy.svg")
+    draw_undecided(logs, results / "undecided.svg")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

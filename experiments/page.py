@@ -6,8 +6,7 @@ Shows where the tokens of a text end, on a self-contained HTML page (the paper's
 
 --score reads a text, --start generates one. The colour of a character is the policy's probability p
 of a boundary after it: dark blue is 0, yellow is 1. A red bar stands where a token ends. Point at a
-character to see its p and the bits that it costs. Below the text are its most common tokens and a
-histogram of token lengths.
+character to see its p and the bits that it costs. Below the text are its most common tokens.
 """
 import html
 import math
@@ -19,7 +18,7 @@ import torch
 from matplotlib import colormaps
 from matplotlib.colors import to_hex
 
-from config.terminal import argument_parser, characters, one_line_errors, printable
+from configurator import argument_parser, characters, printable, run, say
 from model import BOS
 from sample import generate, load, scored
 
@@ -35,9 +34,6 @@ b { box-shadow: inset -2px 0 #e00, inset -3px 0 #fff }
   content: "p = " attr(data-p) "%"; position: fixed; inset: auto 0 0 0; padding: .5em 1em;
   border-top: 1px solid; background: Canvas; color: CanvasText; pointer-events: none }
 .text [data-b]:hover::after { content: "p = " attr(data-p) "%, " attr(data-b) " bits" }
-table { width: 100%; text-align: right; font-size: 14px; line-height: 1 }
-td { padding-right: .6em } td:last-child { width: 100% }
-.bar { background: #7c7b78; height: 1em }
 ul { columns: 11em; font-size: 14px; padding: 0; list-style: none; overflow-wrap: anywhere }
 """
 
@@ -67,8 +63,8 @@ def cells(steps):
     return made
 
 
-def statistics(steps):
-    """The most common tokens of [(byte, a, p, nats)] and a histogram of their lengths, as HTML."""
+def common_tokens(steps):
+    """The most common tokens of [(byte, a, p, nats)], as HTML."""
     tokens = Counter()
     token = b""
     for byte, a, _, _ in steps:
@@ -76,22 +72,13 @@ def statistics(steps):
         if a:
             tokens[token] += 1
             token = b""
-    lengths = Counter(map(len, tokens.elements()))
-    total = lengths.total()
-
-    histogram = ""
-    for length, count in sorted(lengths.items()):
-        histogram += (f"<tr><td>{length}<td>{count}"
-                      f'<td><div class="bar" style="width: {count / total:.1%}"></div>\n')
-    common = ""
+    items = ""
     for token, count in tokens.most_common(50):
         text = printable(token.decode(errors="backslashreplace"))
         text = text.replace("\n", "⏎").replace(" ", "␣")
-        common += f"<li>{count} <code>{html.escape(text)}</code>\n"
-    return f"""<h3>The fifty most common of {total} tokens, and their counts</h3>
-<ul>{common}</ul>
-<h3>Token lengths in bytes, and their counts</h3>
-<table>{histogram}</table>"""
+        items += f"<li>{count} <code>{html.escape(text)}</code>\n"
+    return f"""<h3>The fifty most common of {tokens.total()} tokens, and their counts</h3>
+<ul>{items}</ul>"""
 
 
 def page(title, body):
@@ -113,19 +100,19 @@ def page(title, body):
 
 
 def as_html(texts):
-    """A page of texts, each (heading, [(byte, a, p, nats)])."""
+    """A page of texts, {heading: [(byte, a, p, nats)]}."""
     body = ""
-    for heading, steps in texts:
+    for heading, steps in texts.items():
         body += f"""<h2>{html.escape(printable(heading))}</h2>
 <div class="text">{cells(steps)}</div>
-{statistics(steps)}
+{common_tokens(steps)}
 """
     return page("Token boundaries", body)
 
 
 def write(path, text):
-    Path(path).write_text(text, encoding="utf-8")
-    print(f"wrote {path}")
+    path.write_text(text, encoding="utf-8")
+    say(f"wrote {path}")
 
 
 def main(argv=None):
@@ -137,19 +124,18 @@ def main(argv=None):
     add("--score", metavar="FILE", help="show this text")
     add("--start", help="continue this text and show the result")
     options = parser.parse_args(argv)
-    with one_line_errors():
-        model = load(options.out_dir)
-        torch.manual_seed(0)
-        if options.score:
-            heading = options.score
-            stream = scored(model, Path(options.score).expanduser().read_bytes())
-        else:
-            heading = f"generated after {options.start}"
-            prompt = torch.tensor([[BOS, *os.fsencode(options.start)]])
-            stream = generate(model, prompt, NEW_BYTES, temperature=0.8, top_k=50)
-        steps = [(int(byte), bool(a), float(p), float(nats)) for byte, a, p, nats in stream]
-        write(Path(options.html).expanduser(), as_html([(heading, steps)]))
+    model = load(options.out_dir)
+    torch.manual_seed(0)
+    if options.score:
+        heading = options.score
+        stream = scored(model, Path(options.score).expanduser().read_bytes())
+    else:
+        heading = f"generated after {options.start}"
+        prompt = torch.tensor([[BOS, *os.fsencode(options.start)]])
+        stream = generate(model, prompt, NEW_BYTES, temperature=0.8, top_k=50)
+    steps = [(int(byte), bool(a), float(p), float(nats)) for byte, a, p, nats in stream]
+    write(Path(options.html).expanduser(), as_html({heading: steps}))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -12,22 +12,21 @@ and stopped runs continue. Writes to experiments/results/NAME/, from all runs in
     table.md    means over seeds
     flops.svg   bits per byte over FLOPs, each system in its best shape
 """
-import json
 import shlex
 import statistics
-import sys
 from operator import itemgetter
 from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 
 import train
-from config.terminal import argument_parser, fail, one_line_errors
-from experiments import compare
-from experiments.compare import RESULTS, save_figure, table
-from experiments.measures import executed_flops, muon_flops
-from experiments.systems import Fixed
-from model import make_model
+from configurator import argument_parser, run
+from experiments.compare import (
+    RESULTS, hyperparameters, last_evaluations, read_run, save_figure, train_all, write_jsonl,
+    write_table)
+from experiments.measures import flops_per_byte, redrawn
+from experiments.systems import SYSTEMS, Fixed, make_model
+from model import token_layout
 from prepare import open_shards
 
 
@@ -36,43 +35,37 @@ def expected_flops_per_byte(hp):
 
     Boundaries are those of a fixed system's rule, or else random ones at the target rate.
     """
+    model = make_model(vars(hp))
+    shards = open_shards(hp.data, "train", hp.seq_len)
     sample = SimpleNamespace(**vars(hp))
     sample.effective_batch_size = 16 * hp.batch_size
+    sample.redrawn = redrawn(model)
     sample.seed = 0  # so that all seeds train on equally many bytes
-    with one_line_errors():
-        model = make_model(vars(hp))
-        shards = open_shards(hp.data, "train", hp.seq_len)
-    per_byte = []
+    flops = []
     for x, _, u in train.micro_batches(shards, 0, sample, 0, 1, "cpu"):
         if isinstance(model, Fixed):
-            a = model.rule(x, u[0])[None]
+            a = model.rule(x, u)
         else:
             a = u < hp.downsample_rate_target
-        a[..., 0] = True
-        per_byte.append(executed_flops(model, a).item() / x.numel())
-    _, muon = train.make_optimizers(model, hp)
-    return statistics.mean(per_byte) + muon_flops(muon) / (hp.effective_batch_size * hp.seq_len)
+        a[:, 0] = True
+        _, _, positions, places = token_layout(a)
+        flops.append(flops_per_byte(model, hp, len(places), positions.size(1)))
+    return statistics.mean(flops)
 
 
-def read_finished(results):
-    """The last evaluation of each finished run in the folder, with its budget and shape."""
+def write_results(results):
+    """Writes the last evaluation of each finished run, and a table and a figure with means."""
     records = []
-    for path in results.glob("runs/*/*/*/ckpt.pt"):
-        budget, shape, _ = path.parts[-4:-1]
-        evaluations = compare.read_run(path.parent)
-        if evaluations and evaluations[-1]["bytes"] >= evaluations[-1]["training_bytes"]:
-            records.append({"budget": float(budget), "shape": shape, **evaluations[-1]})
-    return sorted(records, key=itemgetter("budget", "parameters", "shape", "system", "seed"))
-
-
-def write(results):
-    """Writes runs.jsonl, and the table and the figure with means over seeds."""
+    for path in results.glob("runs/*/*/*"):
+        budget, shape, _ = path.parts[-3:]
+        for last in last_evaluations([read_run(path)]):
+            records.append({"budget": float(budget), "shape": shape, **last})
+    records.sort(key=itemgetter("budget", "parameters", "shape", "system", "seed"))
+    write_jsonl(results / "runs.jsonl", records)
     groups = {}  # the seeds of each row of the table
-    with open(results / "runs.jsonl", "w") as file:
-        for record in read_finished(results):
-            print(json.dumps(record), file=file)
-            key = record["budget"], record["shape"], record["system"]
-            groups.setdefault(key, []).append(record)
+    for record in records:
+        key = record["budget"], record["shape"], record["system"]
+        groups.setdefault(key, []).append(record)
     rows = []
     best = {}  # best[system][budget]: bits per byte in the best shape
     for (budget, shape, system), seeds in groups.items():
@@ -88,49 +81,42 @@ def write(results):
             f"{seeds[0]['bytes'] / 1e6:.1f}",
             f"{bits:.3f}"])
     head = ["FLOPs", "shape", "parameters", "system", "seeds", "MB", "bits per byte"]
-    (results / "table.md").write_text(table(head, rows))
+    write_table(results, head, rows)
 
     _, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    systems = sorted(best, key=compare.NAMES.index)
+    systems = sorted(best, key=[*SYSTEMS].index)
     for system, style in zip(systems, plt.rcParams["axes.prop_cycle"]()):
         axes.plot(*zip(*best[system].items()), **style, label=system)
     axes.set(xscale="log", xlabel="training FLOPs", ylabel="validation bits per byte")
     save_figure(axes, results / "flops.svg")
 
 
+def budgets(text):
+    return [float(budget) for budget in text.split(",")]
+
+
 def main(argv=None):
     parser = argument_parser(__doc__)
-    parser.add_argument("--systems", default="none,whitespace")
-    parser.add_argument("--flops", required=True, help="budgets, separated by commas")
-    parser.add_argument("--shape", action="append", help="flags of train.py; may be repeated")
-    parser.add_argument("--seed", type=int, default=1337)
-    parser.add_argument("--name", default="search", help="folder of results")
+    add = parser.add_argument
+    add("--systems", default="none,whitespace")
+    add("--flops", type=budgets, required=True, help="budgets, separated by commas")
+    add("--shape", type=shlex.split, action="append", help="flags of train.py; may be repeated")
+    add("--seed", type=int, default=1337)
+    add("--name", default="search", help="folder of results")
     options, others = parser.parse_known_args(argv)
-    results = RESULTS / options.name
-    try:
-        budgets = [float(budget) for budget in options.flops.split(",")]
-        shapes = [shlex.split(shape) for shape in options.shape or [""]]
-    except ValueError as error:
-        fail(f"cannot read --flops={options.flops!r} or --shape={options.shape!r}: {error}")
     planned = []
+    results = RESULTS / options.name
     for system in options.systems.split(","):
-        for shape in shapes:
-            flags, hp = compare.hyperparameters(system, options.seed, [*others, *shape])
-            per_byte = expected_flops_per_byte(hp)
+        for shape in options.shape or [[]]:
+            flags = [*others, *shape, f"--system={system}", f"--seed={options.seed}"]
+            per_byte = expected_flops_per_byte(hyperparameters(flags))
             shape_name = ",".join(flag.removeprefix("--") for flag in shape) or "default"
-            for budget in budgets:
-                if not 1 <= budget / per_byte < 2**63:
-                    fail(f"--flops={budget:g} trains on {budget / per_byte:g} bytes; try 1.3e13")
-                hp.training_bytes = round(budget / per_byte)
+            for budget in options.flops:
                 folder = results / "runs" / f"{budget:g}" / shape_name.replace("/", ":")
-                out_dir = folder / f"{system}-{options.seed}"
-                compare.check_unchanged(out_dir, hp)
-                planned.append(([*flags, f"--training_bytes={hp.training_bytes}"], out_dir))
-    succeeded = [compare.train_to_end(flags, out_dir) for flags, out_dir in planned]
-    write(results)
-    print((results / "table.md").read_text())
-    return 0 if all(succeeded) else 1
+                length = f"--training_bytes={budget / per_byte:.0f}"
+                planned.append(([*flags, length], folder / f"{system}-{options.seed}"))
+    train_all(planned, results, write_results)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
-from config.command_line import read_command_line
+from configurator import UserError, read_command_line
 from conftest import TINY
 from experiments import bench, compare, search
-from experiments.measures import executed_flops, muon_flops, paper_flops_per_byte
-from experiments.systems import SYSTEMS, Fixed
-from model import BOS, load_checkpoint, make_model
+from experiments.measures import executed_flops, flops_per_byte, muon_flops, paper_flops_per_byte
+from experiments.systems import SYSTEMS, Fixed, load_checkpoint, make_model
+from model import BOS, token_layout
 from train import DEFAULTS
 
 
@@ -36,84 +36,96 @@ def train_here(flags, out_dir):
 
 
 @pytest.mark.parametrize("flags", [
-    "--num_draws=3 --attention_window=64 --seq_len=300", "--num_draws=1 --early_exit=True",
-    "--boundaries=none", "--boundaries=hnet", "--boundaries=gumbel",
-    "--boundaries=uniform --seq_len=20 --attention_window=64"])
+    "--redrawn=0.5", "--redrawn=0 --attention_window=64 --seq_len=300", "--system=none",
+    "--system=hnet", "--system=gumbel", "--system=uniform --seq_len=20 --attention_window=64"])
 def test_executed_flops_are_those_that_torch_counts(flags):
     hp = DEFAULTS | read_command_line(["--embedding_dim=32", *flags.split()], DEFAULTS)
     model = make_model(hp).train()
-    y = torch.randint(256, (3, hp["seq_len"]))
+    y = torch.randint(256, (8, hp["seq_len"]))
     x = F.pad(y[:, :-1], (1, 0), value=BOS)
-    u = torch.rand(hp["num_draws"], *x.shape)
+    u = torch.rand(8 + round(8 * hp["redrawn"]), hp["seq_len"])
     _, muon = train.make_optimizers(model, SimpleNamespace(**hp))
-    muon.param_groups[0]["lr"] = 0.1
+    for group in muon.param_groups:
+        group["lr"] = 0.1
     with FlopCounterMode(display=False) as counter:
         logp, early_logp, l, a = model(x, y, u)
-        (logp[0] + early_logp + l[0]).sum().backward()
+        (logp.sum() + early_logp.sum() + l.sum()).backward()
         model_flops = counter.get_total_flops()
         muon.step()
-    assert executed_flops(model, a).item() == pytest.approx(model_flops, rel=0.01)
+    _, _, positions, places = token_layout(a > 0.5)
+    flops = executed_flops(model, 8, len(places), positions.size(1))
+    assert flops == pytest.approx(model_flops, rel=0.03 if len(a) > 8 else 0.01)
     assert model_flops + muon_flops(muon) == counter.get_total_flops()
+    hp |= {"batch_size": 8, "effective_batch_size": 24}
+    per_byte = flops_per_byte(model, SimpleNamespace(**hp), len(places), positions.size(1))
+    assert per_byte * 24 * hp["seq_len"] == pytest.approx(3 * flops + muon_flops(muon))
 
 
 def test_the_paper_counts_six_flops_per_matrix_parameter():
     """With D = 8 a byte layer has 3 + 1 + 2 + 1 matrices of D x D, a token layer 3 + 1 + 8 + 4."""
     layers = {"n_down_layers": 2, "n_mid_layers": 5, "n_up_layers": 3}
-    shape = {"embedding_dim": 8, "num_heads": 1, "policy_window": 1}
-    model = make_model(DEFAULTS | layers | shape)
-    before = 2 * 7 * 64 + 2 * 8
-    middle = 5 * 16 * 64
-    after = 3 * 7 * 64 + 257 * 8
-    one_draw = 6 * (before + 0.3 * middle + after)
-    two_further_draws_of_half_the_rows = 2 * 2 * 0.5 * (0.3 * middle + after)
-    assert paper_flops_per_byte(model, 0.3, 1) == pytest.approx(one_draw)
-    assert paper_flops_per_byte(model, 0.3, 3) == pytest.approx(
-        one_draw + two_further_draws_of_half_the_rows)
+    shape = DEFAULTS | layers | {"embedding_dim": 8, "num_heads": 1, "policy_window": 1}
+    learned = make_model(shape | {"redrawn": 0.25})
+    uniform = make_model(shape | {"redrawn": 0.25, "system": "uniform"})
+    before = 2 * 7 * 64
+    policy = 2 * 8
+    from_middle = 0.3 * 5 * 16 * 64 + 3 * 7 * 64 + 257 * 8
+    assert paper_flops_per_byte(uniform, 0.3) == pytest.approx(6 * (before + from_middle))
+    assert paper_flops_per_byte(learned, 0.3) == pytest.approx(
+        6 * (before + policy + from_middle) + 2 * 0.25 * from_middle)
 
 
-def test_expected_flops_are_those_of_a_run(data, tmp_path):
+@pytest.mark.parametrize("system", ["learned", "gumbel", "none"])
+def test_expected_flops_are_those_of_a_run(system, data, tmp_path):
     """At the start of training, when learned boundaries are still at their target."""
-    flags = [*TINY, f"--data={data}", "--seq_len=64", "--n_mid_layers=4"]
-    _, hp = compare.hyperparameters("learned", 1337, flags)
+    flags = [*TINY, f"--data={data}", "--seq_len=64", "--n_mid_layers=4", f"--system={system}"]
     train_here([*flags, "--training_bytes=8192", "--learning_rate=1e-9"], tmp_path)
-    logged = [r["flops_per_byte"] for r in read_jsonl(tmp_path / "log.jsonl") if "auto" in r]
-    expected = search.expected_flops_per_byte(hp)
-    assert expected == pytest.approx(statistics.mean(logged), rel=0.05)
+    last = compare.read_run(tmp_path)[-1]
+    expected = search.expected_flops_per_byte(compare.hyperparameters(flags))
+    assert expected == pytest.approx(last["flops"] / 8192, rel=0.05)
 
 
 def test_the_table_and_figure_show_means_and_costs(tmp_path, trained, monkeypatch):
-    """In run i, byte m million costs m FLOPs at a rate of m / 10 tokens per byte."""
+    """In run i, byte m million costs m FLOPs, and ten times as many as the paper counts them."""
     figures = []
     monkeypatch.setattr(compare.plt, "close", figures.append)
-    model, saved = load_checkpoint(trained / "ckpt.pt")
-    saved["config"] |= {"training_bytes": 4e6, "num_draws": 2}
-    for i, name in enumerate(["learned-1", "learned-2", "uniform-1"]):
-        folder = tmp_path / "runs" / name
+    monkeypatch.setattr(compare, "flops_per_byte", lambda model, hp, T, M: T - M)
+    monkeypatch.setattr(compare, "paper_flops_per_byte", lambda model, rate: rate)
+    _, saved = load_checkpoint(trained / "ckpt.pt")
+    saved["config"]["training_bytes"] = 4e6
+    for i, (system, seed) in enumerate([("learned", 1), ("learned", 2), ("uniform", 1)]):
+        folder = tmp_path / f"runs/{system}-{seed}"
         folder.mkdir(parents=True)
+        saved["config"] |= {"system": system, "seed": seed}
+        saved["model"] = make_model(saved["config"]).state_dict()
         torch.save(saved, folder / "ckpt.pt")
         records = []
         for m in range(5):
             speed = 1e9 if m == 1 else 1e4
             if m > 0:
-                records.append({"bytes": m * 1e6, "auto": 1.0, "rate": m / 10,
-                                "flops_per_byte": m, "bytes_per_second": speed})
+                records.append({"bytes": m * 1e6, "auto": 1.0, "rate": 10 * m, "T": m + 8, "M": 8,
+                                "bytes_per_second": speed})
             if m in (0, 2, 4):
                 records.append({"bytes": m * 1e6, "val_bpb": 3 - m / 4 + i, "val_stderr": i / 100,
                                 "val_rate": (1 + i) / 5, "ends_between": i / 4, "line": []})
-        (folder / "log.jsonl").write_text("\n".join(map(json.dumps, records)))
+        lines = [json.dumps(record) + "\n" for record in records]
+        (folder / "log.jsonl").write_text("".join(lines))
 
-    compare.write(tmp_path)
-    flops_at_2, flops_at_4 = 1e6 * (1 + 2), 1e6 * (1 + 2 + 3 + 4)
-    assert cells(tmp_path / "table.md")[0] == [
-        "learned", "2", "2.5000", "0.0050", "2.000, 3.000", "0.300", "12%", "1e+07", "6.7"]
+    compare.write_results(tmp_path)
+    at_2, at_4 = 1e6 * (1 + 2), 1e6 * (1 + 2 + 3 + 4)
+    learned, uniform = cells(tmp_path / "table.md")
+    assert learned == [
+        "learned", "2 of 2", "2.5000", "0.0050", "2.000, 3.000", "0.300", "12%", "1e+07", "6.7"]
+    assert uniform[:3] == ["uniform", "1 of 1", "4.0000"]
     evaluations = read_jsonl(tmp_path / "evaluations.jsonl")
-    assert [e["flops"] for e in evaluations] == pytest.approx([flops_at_2, flops_at_4] * 3)
+    assert [(e["system"], e["seed"]) for e in evaluations[::2]] == [
+        ("learned", 1), ("learned", 2), ("uniform", 1)]
+    assert [e["flops"] for e in evaluations] == pytest.approx([at_2, at_4] * 3)
     assert [e["seconds"] for e in evaluations] == pytest.approx([200, 400] * 3)
     lines = figures[0].axes[0].lines
     assert [[*line.get_ydata()] for line in lines] == [[2.5, 2.0], [3.5, 3.0], [4.5, 4.0]]
-    paper = [1e6 * paper_flops_per_byte(model, m / 10, 2) for m in range(5)]
     for line in lines:
-        assert [*line.get_xdata()] == pytest.approx([sum(paper[1:3]), sum(paper[1:5])])
+        assert [*line.get_xdata()] == pytest.approx([10 * at_2, 10 * at_4])
     for style in ("color", "marker", "linestyle"):
         first, second, other = (getattr(line, f"get_{style}")() for line in lines)
         assert first == second != other
@@ -123,9 +135,8 @@ def test_an_unfinished_run_is_a_row_without_numbers(tmp_path, trained):
     folder = shutil.copytree(trained, tmp_path / "runs/learned-1337")
     lines = (folder / "log.jsonl").read_text().splitlines(True)
     (folder / "log.jsonl").write_text("".join(lines[:-1]))
-    compare.write(tmp_path)
-    [row] = cells(tmp_path / "table.md")
-    assert row == ["learned", "1", "seed 1337 stopped at 0.0 MB"] + [""] * 6
+    compare.write_results(tmp_path)
+    assert cells(tmp_path / "table.md") == [["learned", "0 of 1"] + [""] * 7]
 
 
 def test_a_new_rule_is_compared_once_it_is_in_SYSTEMS(data, tmp_path, monkeypatch):
@@ -134,14 +145,13 @@ def test_a_new_rule_is_compared_once_it_is_in_SYSTEMS(data, tmp_path, monkeypatc
             return torch.isin(x, torch.tensor([*b"aeiou"]))
 
     monkeypatch.setitem(SYSTEMS, "end-of-vowel", Vowels)
-    monkeypatch.setattr(compare, "NAMES", ["learned", *SYSTEMS])
     monkeypatch.setattr(compare, "RESULTS", tmp_path)
     monkeypatch.setattr(compare, "train_to_end", train_here)
     flags = [*TINY, f"--data={data}", "--training_bytes=512", "--first_seed=7", "--seeds=2"]
-    assert compare.main([*flags, "--systems=end-of-vowel,learned"]) == 0
+    compare.main([*flags, "--systems=end-of-vowel,learned"])
     learned, vowels = cells(tmp_path / "try/table.md")
-    assert learned[:2] == ["learned", "2"]
-    assert vowels[:2] == ["end-of-vowel", "2"]
+    assert learned[:2] == ["learned", "2 of 2"]
+    assert vowels[:2] == ["end-of-vowel", "2 of 2"]
     for seed in (7, 8):
         _, saved = load_checkpoint(tmp_path / f"try/runs/learned-{seed}/ckpt.pt")
         assert saved["config"]["seed"] == seed
@@ -152,31 +162,31 @@ def test_a_failed_run_does_not_end_a_comparison(data, tmp_path, monkeypatch, cap
     results = tmp_path / "x"
     (results / "runs/none-1337/ckpt.part").mkdir(parents=True)  # in the way of a checkpoint
     flags = [*TINY, f"--data={data}", "--training_bytes=512", "--name=x"]
-    assert compare.main([*flags, "--systems=none,uniform"]) == 1
+    with pytest.raises(SystemExit):
+        compare.main([*flags, "--systems=none,uniform"])
     assert capfd.readouterr().err.count("train.py: ") == 1
     uniform, none = cells(results / "table.md")
-    assert uniform[:2] == ["uniform", "1"]
-    assert none[2] == "a run failed, or logged nothing"
+    assert uniform[:2] == ["uniform", "1 of 1"]
+    assert none[:3] == ["none", "0 of 1", ""]
 
     evaluations = (results / "evaluations.jsonl").read_text()
-    assert compare.main([*flags, "--systems=uniform"]) == 0  # nothing left to train
+    compare.main([*flags, "--systems=uniform"])  # nothing left to train
     assert (results / "evaluations.jsonl").read_text() == evaluations
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError, match="trained with gamma=0.97, not 0.5; use another --name"):
         compare.main([*flags, "--systems=uniform", "--gamma=0.5"])
-    assert "trained with gamma=0.97, not 0.5; use another --name" in capfd.readouterr().err
     (results / "runs/uniform-1337/ckpt.pt").write_bytes(b"")
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError, match="ckpt.pt is damaged"):
         compare.main([*flags, "--systems=uniform"])
-    assert "ckpt.pt is damaged" in capfd.readouterr().err
 
 
 def test_a_search_gives_systems_and_shapes_the_same_flops(data, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "train_to_end", train_here)
     monkeypatch.setattr(search, "RESULTS", tmp_path)
     flags = ["--name=x", "--systems=none,uniform", "--flops=1e9", "--shape=--n_mid_layers=2"]
-    assert search.main([*flags, *TINY, f"--data={data}", "--eval_interval=9999"]) == 0
+    search.main([*flags, *TINY, f"--data={data}", "--eval_interval=9999", "--seed=7"])
     none, uniform = read_jsonl(tmp_path / "x/runs.jsonl")
     assert [none["system"], uniform["system"]] == ["none", "uniform"]
+    assert none["seed"] == uniform["seed"] == 7
     assert uniform["bytes"] > 1.3 * none["bytes"]
     assert [none["flops"], uniform["flops"]] == pytest.approx([1e9, 1e9], rel=0.02)
     assert "<!-- uniform -->" in (tmp_path / "x/flops.svg").read_text()  # its label
@@ -187,24 +197,23 @@ def test_a_search_gives_systems_and_shapes_the_same_flops(data, tmp_path, monkey
 
 
 @pytest.mark.parametrize("flag, message", [
-    ("--flops=abc", "cannot read --flops='abc'"),
-    ("--flops=inf", "--flops=inf trains on inf bytes"),
-    ("--shape='", "No closing quotation"),
+    ("--flops=abc", "argument --flops: invalid budgets value: 'abc'"),
+    ("--flops=1", "training_bytes > 0 must hold"),
+    ("--flops=inf", "training_bytes must be of type int, got 'inf'"),
+    ("--shape='", "argument --shape: invalid split value"),
     ("--systems=no", "unknown system 'no'; choose from learned, uniform"),
     ("--data=no/such", "no no/such/meta.json")])
-def test_mistakes_in_a_search_are_explained_in_one_line(data, flag, message, capsys):
-    with pytest.raises(SystemExit) as end:
+def test_mistakes_in_a_search_are_explained(data, flag, message):
+    with pytest.raises(UserError, match=message):
         search.main(["--name=x", "--systems=none", "--flops=1e9", *TINY, f"--data={data}", flag])
-    error = capsys.readouterr().err
-    assert end.value.code == 2
-    assert message in error
-    assert error.count("\n") == 1
 
 
-def test_bench_converts_seconds_into_speeds(trained, monkeypatch, capsys):
-    """A step of 4 rows of 32 bytes takes a hundredth of a second."""
-    monkeypatch.setattr(bench, "seconds", lambda function, *arguments: (0.01, function(*arguments)))
-    bench.main([*TINY, f"--runs={trained}"])
-    row = capsys.readouterr().out.splitlines()[-1].split()
-    assert row[:6] == [str(trained), "12.8", "kB/s", "+-", "0%", "10.0"]
-    assert row[-1] == "1.00"
+def test_bench_converts_seconds_into_speeds(monkeypatch, capsys):
+    """Every training step takes a hundredth of a second: one of 4 rows of 32 bytes, one of 8."""
+    monkeypatch.setattr(bench, "seconds", lambda function: 0.01)
+    bench.main([*TINY, "--setting=--system=none --effective_batch_size=8", "--setting="])
+    lines = capsys.readouterr().out.splitlines()
+    none, default = (line.strip("| ").split(" | ") for line in lines[3:5])
+    assert default[:4] == ["default", "12.8", "0%", "10.0"] and default[-1] == "1.00"
+    assert none[:4] == ["--system=none --effective_batch_size=8", "25.6", "0%", "10.0"]
+    assert none[-1] == "0.50"

@@ -1,13 +1,17 @@
 import contextlib
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
 
+import train
+from configurator import UserError
 from experiments import evaluate
-from model import BOS, make_model
+from experiments.systems import make_model
+from model import BOS
 
 ROWS = {
     "piqa": {"goal": "Boil an egg", "sol1": "Freeze it.", "sol2": "Use hot water.", "label": 1},
@@ -39,45 +43,37 @@ def test_prompts_are_those_of_the_harness(name, suffix, tmp_path):
 
 @torch.no_grad()
 def byte_by_byte(model, item, context, answer):
-    """The answer's bits, and the tokens: one pass per byte, without batches and padding."""
+    """The answer's bits, and the tokens: one pass per byte."""
     text = context + answer
-    u = torch.from_numpy(np.random.default_rng(item).random(len(text), np.float32))
+    u = torch.from_numpy(np.random.default_rng(item).random((1, len(text)), np.float32))
     bits = tokens = 0
     for i, byte in enumerate(text):
         x = torch.tensor([[BOS, *text[:i]]])
         y = torch.tensor([[*text[:i], byte]])
-        logp, _, _, a = model(x, y, u[None, None, : i + 1])
-        tokens += a[0, 0, i].item()
+        logp, _, _, a = model(x, y, u[:, : i + 1])
+        tokens += a[0, i].item()
         if i >= len(context):
-            bits -= logp[0, 0, i].item() / math.log(2)
+            bits -= logp[0, i].item() / math.log(2)
     return bits, tokens
 
 
-@pytest.mark.parametrize("boundaries", ["learned", "uniform"])
-def test_scores_are_those_of_reading_byte_by_byte(boundaries, monkeypatch):
-    monkeypatch.setattr(evaluate, "BATCH_SIZE", 3)
+@pytest.mark.parametrize("context, read, answer", [
+    (b"", b"", b"a"),
+    (b"the quick brown fox jumps over ", b"ver ", b"the lazy dog"),  # the row holds 16 bytes
+    (b"ab", b"", bytes(range(60, 101)))])
+@pytest.mark.parametrize("system", ["learned", "uniform"])
+def test_scores_are_those_of_reading_byte_by_byte(system, context, read, answer):
     torch.manual_seed(0)
-    model = make_model({
-        "seq_len": 16, "embedding_dim": 16, "num_heads": 2, "n_down_layers": 1, "n_mid_layers": 1,
-        "n_up_layers": 1, "attention_window": 4, "policy_window": 2, "policy_scale": 1.0,
-        "boundaries": boundaries}).eval()
+    model = make_model(train.DEFAULTS | {
+        "seq_len": 16, "embedding_dim": 16, "n_mid_layers": 1, "policy_window": 2,
+        "policy_scale": 1.0, "system": system}).eval()
     torch.nn.init.normal_(model.head.linear.weight)
-    if boundaries == "learned":
+    if system == "learned":
         torch.nn.init.normal_(model.policy.linear.weight)
-    context, long = b"the quick brown fox jumps over ", bytes(range(60, 101))
-    items = [(b"", [b"a"], 0), (context, [b"the lazy dog", b"!"], 0), (b"ab", [long, b"cd"], 1)]
-    reads = [[(0, b"", b"a")],
-             [(1, context[-4:], b"the lazy dog"), (1, context[-15:], b"!")],  # 16 bytes
-             [(2, b"", long), (2, b"ab", b"cd")]]
-    bits, rate = evaluate.score(model, items, contextlib.nullcontext())
-    all_bytes = all_tokens = 0
-    for item, item_bits in zip(reads, bits, strict=True):
-        for read, got in zip(item, item_bits, strict=True):
-            expected, tokens = byte_by_byte(model, *read)
-            assert got == pytest.approx(expected, rel=1e-5)
-            all_tokens += tokens
-            all_bytes += len(read[1] + read[2])
-    assert rate == all_tokens / all_bytes
+    bits, tokens, size = evaluate.score(model, context, answer, 7, contextlib.nullcontext())
+    expected, expected_tokens = byte_by_byte(model, 7, read, answer)
+    assert bits == pytest.approx(expected, rel=1e-5)
+    assert (tokens, size) == (expected_tokens, len(read + answer))
 
 
 def test_the_standard_error_is_that_of_a_bootstrap():
@@ -93,15 +89,15 @@ def test_the_standard_error_is_that_of_a_bootstrap():
 def test_accuracy_counts_bits_per_byte_and_only_right_answers_are_averaged(monkeypatch):
     items = [(b"", [bytes(2), bytes(10)], 1), (b"", [bytes(4), bytes(8)], 1),
              (b"", [bytes(3), bytes(2)], 0)]
-    bits = [np.array([6.0, 20.0]), np.array([4.0, 12.0]), np.array([3.0, 8.0])]
-    monkeypatch.setattr(evaluate, "score", lambda *_: (bits, 0.25))
+    scores = iter([(6.0, 1, 4), (20.0, 1, 4), (4.0, 1, 4), (12.0, 1, 4), (3.0, 2, 8), (8.0, 3, 8)])
+    monkeypatch.setattr(evaluate, "score", lambda *_: next(scores))
     line = evaluate.evaluate(None, items, None)  # per byte 3 and 2, 1 and 1.5, 1 and 4
-    assert line[:3] == ["3", "21", "1.6667"] and line[4:] == ["0.6667", "0.2500"]
+    assert line[:3] == ["3", "21", "1.6667"] and line[4:] == ["0.6667", "0.2812"]
 
 
 def test_validation_rows_are_all_of_the_split(trained, data, capsys):
     evaluate.main([f"{trained}/ckpt.pt", f"heldout={data}"])
-    _, _, line = capsys.readouterr().out.splitlines()
+    line = capsys.readouterr().out.splitlines()[2]
     size = sum(path.stat().st_size for path in data.glob("val_*.bin"))
     assert line.startswith(f"| heldout={data} | {size // 32} | {size} | ")
 
@@ -112,23 +108,20 @@ def test_validation_rows_are_all_of_the_split(trained, data, capsys):
     (["{trained}", "piqa=no/such.jsonl"], "piqa: cannot read no/such.jsonl"),
     (["{trained}", "piqa={tmp}/gap.jsonl"], "cannot read {tmp}/gap.jsonl (KeyError: 'sol1')"),
     (["{trained}", "piqa={tmp}/hidden.jsonl"], "(ValueError: the label is hidden)"),
-    (["{trained}", "piqa"], "(ConnectionError: no network); give a .json, .jsonl or .parquet file"),
+    (["{trained}", "piqa"], "(ConnectionError: no network); give a .json, .jsonl or .parquet"),
     (["{trained}", "heldout={tmp}"], "no {tmp}/meta.json")])
-def test_mistakes_give_one_line(arguments, message, trained, tmp_path, monkeypatch, capsys):
+def test_mistakes_are_explained(arguments, message, trained, tmp_path, monkeypatch):
     import datasets
     load = datasets.load_dataset
 
     def offline(path, **options):
         if path == "baber/piqa":
-            raise ConnectionError("no\nnetwork")
+            raise ConnectionError("no network")
         return load(path, **options)
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     (tmp_path / "gap.jsonl").write_text(json.dumps({"goal": "a", "sol2": "b"}))
     (tmp_path / "hidden.jsonl").write_text(json.dumps(ROWS["piqa"] | {"label": -1}))
     names = {"tmp": tmp_path, "trained": trained / "ckpt.pt"}
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(UserError, match=re.escape(message.format(**names))):
         evaluate.main([argument.format(**names) for argument in arguments])
-    out, error = capsys.readouterr()
-    assert stopped.value.code == 2 and error.count("\n") == 1 and not out
-    assert message.format(**names) in error
