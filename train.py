@@ -128,7 +128,7 @@ def policy_loss(l, a, A):
     Its gradient estimates the second term of the gradient of eq. 10, eq. 13. L_auto's is the first,
     eq. 12.
     """
-    return (negative_log_pi(l, a) * A)[:, 1:].sum() / l.numel()
+    return (negative_log_pi(l, a) * A)[..., 1:].sum() / l.numel()
 
 
 def losses(logp, early_logp, l, a, hp):

@@ -56,9 +56,9 @@ def muon_flops(muon):
 
 def flops_per_byte(model, hp, T, M):
     """FLOPs of training per byte, if T and M are those of every micro-batch."""
-    _, muon = train.make_optimizers(model, hp)
     passes = executed_flops(model, hp.batch_size, T, M) / hp.batch_size  # of a row
-    return (passes + muon_flops(muon) / hp.effective_batch_size) / hp.seq_len
+    products = sum(muon_flops(muon) for muon in train.make_optimizers(model, hp)[1:])
+    return (passes + products / hp.effective_batch_size) / hp.seq_len
 
 
 def paper_flops_per_byte(model, rate):

@@ -82,11 +82,14 @@ def policy_gradients(model, saved):
     gradients = defaultdict(list)
     for k in tqdm(range(BATCHES), disable=None):
         [(x, y, u)] = micro_batches(shards, 64 * k, hp, 0, 1, "cpu")
-        outputs = model(x[:16].repeat(4, 1), y[:16].repeat(4, 1), u)  # four draws of 16 rows
-        logp, early_logp, l, a = (z.unflatten(0, (4, 16)) for z in outputs)
+        # four draws of 16 rows
+        logp, early_logp, l, a = model(x[:16].repeat(4, 1), y[:16].repeat(4, 1), u)
+        if early_logp is None:
+            early_logp = torch.zeros_like(logp)
+        logp, l, a = (z.unflatten(0, (4, 16)) for z in (logp, l, a))
         for gamma in GAMMAS:
             G = discounted_return(logp, gamma)
-            early_G = discounted_return(early_logp[0], gamma)
+            early_G = discounted_return(early_logp[:16], gamma)
             for name, A in advantages(G, early_G).items():
                 B = A.size(1)
                 L_pi = sum(map(policy_loss, l[:, :B], a[:, :B], A)) / len(A)  # mean over draws
