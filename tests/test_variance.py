@@ -76,7 +76,7 @@ def test_every_estimator_is_the_gradient_of_the_expected_loss_on_average():
 
 def policy_gradient(model, x, y, u, redrawn):
     """The gradient of L_pi as train.py computes it."""
-    hp = SimpleNamespace(**train.DEFAULTS | {"redrawn": redrawn})
+    hp = SimpleNamespace(**train.DEFAULTS | {"redrawn": redrawn, "batch_size": len(x)})
     _, terms = train.losses(*model(x, y, u), hp)
     return torch.autograd.grad(terms["pi"], model.policy.linear.weight)[0].flatten()[None]
 
