@@ -2,14 +2,37 @@
 Cuts text into rows of bytes that train.py can read.
 
     python prepare.py                                            # Python's own standard library
-    python prepare.py --dataset=files --input ~/books 'src/**/*.c'
+    python prepare.py --dataset=files --input ~/books 'src/**/*.c' notes.txt.gz
+    unzip -p books.zip | python prepare.py --dataset=files --input /dev/stdin
     python prepare.py --dataset=fineweb --max_bytes=6e9
     python prepare.py --dataset=hf --hf_path=some/file.jsonl --text_column=content
 
-A document is cut into whole rows of --seq_len bytes, and the remainder is left out. (Of a document
-of fineweb, codeparrot or hf only the first row is kept, unless --split_documents is given.) All
-rows of a document go to train, or all to val. They are stored end to end in
-data/<name>/train_00000.bin, val_00000.bin and so on.
+    --dataset          stdlib, files, hf, fineweb or codeparrot (stdlib)
+    --input            files, folders, globs and pipes of --dataset=files; each file is a document
+    --hf_path          of --dataset=hf: a name on the hub, or a local folder, Parquet, CSV or JSON
+                       lines; each record is a document
+    --hf_name          configuration of a Hugging Face dataset, e.g. sample-100BT
+    --split            split of a Hugging Face dataset (train)
+    --text_column      column that holds the documents (text)
+    --out_dir          folder of the shards (data/<dataset>)
+    --seq_len          bytes per row (4096)
+    --split_documents  use all rows of a document (default for stdlib and files) or only its first
+    --val_fraction     share of the rows that go to val (0.02)
+    --max_bytes        stop after this many bytes of rows, e.g. 6e9
+    --shard_bytes      size of a shard (1e8)
+
+A document is cut into whole rows of seq_len bytes, and the remainder is left out. The rows are
+stored end to end in data/<name>/train_00000.bin, val_00000.bin and so on.
+
+The documents are read in order, and each goes as a whole to val or to train. It goes to val by
+chance, that is, if a hash of its rows is below val_fraction, or because val has less than half of
+its share so far. But it goes to train if it would give val more than 1.5 times its share. If val
+is still short when all is read, the last rows of train go to val: mostly, the end of a document
+that was too long for val.
+
+Skipped are hidden files and folders, caches such as __pycache__, installed packages, what lies in a
+folder with shards or a checkpoint, and exact copies of a file. (The documents of a Hugging Face
+dataset are not compared, but a hash sends copies to the same side.) Symbolic links are followed.
 
 meta.json is written last, so a folder that has it is complete. Until then, progress.json records
 the progress. If the program is stopped, the same command continues from there and ends with the
@@ -17,252 +40,293 @@ same files.
 """
 import argparse
 import glob
-import hashlib
+import gzip
+import io
 import json
 import os
+import re
 import sys
 import sysconfig
+import zlib
+from collections import Counter
 from pathlib import Path
 
+import fsspec
 import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from configurator import UserError, argument_parser
-from contextlib import nullcontext as one_line_errors
+from configurator import UserError, argument_parser, run, say
 
-
-def fail(message, code=2):
-    raise UserError(message)
-
-
-def whole_number(text):
-    number = float(text)
-    if number < 1 or number % 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a positive whole number")
-    return int(number)
-
-
-SPLITS = "train", "val"
 HF_PRESETS = {
     "hf": {},
     "fineweb": {"hf_path": "HuggingFaceFW/fineweb", "hf_name": "sample-10BT"},
     "codeparrot": {"hf_path": "codeparrot/codeparrot-clean", "text_column": "content"},
 }
+OWN = "train_00000.bin", "val_00000.bin", "ckpt.pt"
 locks = []  # a lock is released when nothing refers to it
 
 # ---- Reading shards.
-def open_shards(folder, split, seq_len):
+def open_shards(folder, split, seq_len, notes="meta.json"):
     """Opens the shards of a split without reading them into memory.
 
-    Returns a list of np.memmap (rows, seq_len) uint8. Raises ValueError if the folder is not
-    complete or seq_len does not divide the length of its rows.
+    Returns a list of np.memmap (rows, seq_len) uint8. All shards but the last are full, that is,
+    they have shard_bytes bytes. Raises UserError if the folder is not complete or seq_len does not
+    divide the length of its rows.
     """
-    meta = Path(folder, "meta.json")
-    if not meta.exists():
-        raise UserError(f"no {meta}; make the data first: python prepare.py --help")
-    state = json.loads(meta.read_text())
-    if state["options"]["seq_len"] % seq_len:
-        raise UserError(f"seq_len={seq_len} does not divide the {state['options']['seq_len']} "
-                         f"bytes of a row in {folder}")
-    return map_shards(folder, split, state, seq_len)
-
-
-def map_shards(folder, split, state, seq_len):
-    """Maps as many bytes of a split as the state counts; ValueError if the shards hold fewer.
-
-    All shards but the last are full, that is, they have shard_bytes bytes.
-    """
-    shard_bytes = state["options"]["shard_bytes"]
-    total = state[split]["bytes"]
-    shards = []
-    for start in range(0, total, shard_bytes):
-        path = Path(folder, f"{split}_{start // shard_bytes:05d}.bin")
-        size = min(shard_bytes, total - start)
-        if not path.exists() or path.stat().st_size < size:
-            raise UserError(f"{path} is missing or shorter than {size} bytes; remove {folder} and "
-                             "make the data again")
-        shards.append(np.memmap(path, np.uint8, "r", shape=(size // seq_len, seq_len)))
+    path = Path(folder, notes)
+    if not path.exists():
+        raise UserError(f"no {path}; make the data first: python prepare.py --help")
+    try:
+        state = json.loads(path.read_text())
+        row_bytes = state["options"]["seq_len"]
+        shard_bytes = state["options"]["shard_bytes"]
+        total = state[split]["bytes"]
+        shards = []
+        for start in range(0, total, shard_bytes):
+            shard = Path(folder, f"{split}_{start // shard_bytes:05d}.bin")
+            rows = min(shard_bytes, total - start) // seq_len
+            shards.append(np.memmap(shard, np.uint8, "r", shape=(rows, seq_len)))
+    except Exception as error:
+        raise UserError(f"{path} or a shard beside it is damaged ({error!r}); remove {folder} and "
+                        "make the data again")
+    if row_bytes % seq_len:
+        raise UserError(f"seq_len={seq_len} does not divide the {row_bytes} bytes of a row in "
+                        f"{folder}")
     return shards
 
 
-def read_rows(shards, numbers):
-    """Returns the rows with these numbers, counted across shards: (len(numbers), seq_len) uint8."""
-    full = len(shards[0])
-    return np.stack([shards[number // full][number % full] for number in numbers])
-
-
 # ---- Sources of documents.
-def find_files(options, out_dir):
-    """Returns the sorted paths of the files of --dataset=stdlib or files, without empty ones."""
-    if options["dataset"] == "stdlib":
-        found = {str(path) for path in Path(sysconfig.get_path("stdlib")).rglob("*.py")
-                 if not path.is_symlink() and "-packages" not in str(path)}  # no site-packages
-    else:
-        found = set()
-        for name in options["input"]:
-            matches = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
-            if not matches:
-                fail(f"--input={name} matches no file or folder")
-            for match in matches:
-                found.update(map(os.path.realpath, [match, *Path(match).rglob("*")]))
-    own = os.path.realpath(out_dir) + os.sep  # our shards may lie inside an input folder
-    return sorted(path for path in found
-                  if os.path.isfile(path) and os.path.getsize(path) and not path.startswith(own))
+def why_skip(path):
+    """Why a path found in a folder, or by a glob, is left out; None if it is not."""
+    if path.name.startswith("."):
+        return "hidden"
+    if path.name.endswith(("__pycache__", ".pyc", "site-packages", "dist-packages")):
+        return "caches and installed packages"
+    if any((path.parent / name).exists() for name in OWN):
+        return "with shards or a checkpoint"
+    if not os.access(path, os.R_OK) or path.is_fifo():
+        return "unreadable"
 
 
-def open_hf(options):
-    """Opens a Hugging Face dataset, on the hub or on disk, as a stream.
+def find_files(options):
+    """Returns the sorted paths of the files of --dataset=stdlib or files, and what was skipped.
 
-    Returns it and a description of its version: the hub's commit, or a hash of the paths and
-    modification times of local files.
+    Symbolic links are followed, but nothing is found twice.
+    """
+    named = [*map(Path, options.get("input", [sysconfig.get_path("stdlib")]))]
+    paths = []
+    for path in named:
+        matches = [path] if path.exists() else glob.glob(str(path), recursive=True)
+        paths += map(Path, matches or [path])
+    found = []
+    skipped = Counter()
+    seen = set()
+    while paths:
+        path = paths.pop()
+        real = os.path.realpath(path)
+        if real in seen:
+            continue
+        seen.add(real)
+        if path not in named and (reason := why_skip(path)):
+            skipped[reason] += 1
+        elif path.is_dir():
+            paths += sorted(path.iterdir())
+        elif "input" in options or path.suffix == ".py":
+            found.append(path)
+    return sorted(found), skipped
+
+
+def read_files(paths, first, skipped):
+    """Yields (document, its number) from number first on, and counts exact copies.
+
+    A file of more than a gigabyte is several documents.
+    """
+    seen = set()
+    for path in paths:
+        try:
+            with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+                while document := file.read(2**30):
+                    if hash(document) in seen:
+                        skipped["copies"] += 1
+                    elif len(seen) >= first:
+                        yield document, len(seen)
+                    seen.add(hash(document))
+        except (OSError, EOFError, zlib.error) as error:
+            raise UserError(f"cannot read {path}: {error}")
+
+
+def read_lines(paths):
+    """Yields the lines of files of JSON. (One bad line is enough for datasets to refuse a file.)"""
+    for path in paths:
+        with fsspec.open(path, compression="infer") as file:
+            for line in io.BufferedReader(file):
+                yield {"line": line}
+
+
+def read_hf(options, state):
+    """Yields a dataset's version, and then (document, bookmark) from the state's bookmark on.
+
+    The version is the hub's commit, or a hash of the paths and modification times of local files.
+    Reading can resume at each bookmark. Counts the records that have no valid text.
     """
     import datasets  # here because it takes seconds
     from pyarrow.dataset import ParquetFragmentScanOptions
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported below
-    datasets.logging.get_logger("datasets.utils.file_utils").setLevel("WARNING")  # logs retries
     path = options["hf_path"]
-    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(path).suffix)
+    column = options["text_column"]
+    bookmark = state["bookmark"]
+    kind = re.search(r"\.(json|csv|parquet)[^/]*$", path)
     try:
         builder = datasets.load_dataset_builder(
-            kind or path, options.get("hf_name"), data_files=path if kind else None)
-        # otherwise pyarrow keeps in memory all that it has read of a Parquet file
-        builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
-        dataset = builder.as_streaming_dataset(options["split"])
+            kind[1] if kind else path, options.get("hf_name"),
+            data_files=glob.escape(path) if kind else None)
+        yield f"{builder.config_id} {builder.hash}"
+        config = builder.config
+        lines = type(config).__name__ == "JsonConfig"
+        if lines:
+            dataset = datasets.IterableDataset.from_generator(
+                read_lines, gen_kwargs={"paths": [*config.data_files[options["split"]]]})
+        else:  # Parquet or CSV
+            config.columns = config.usecols = [column]
+            config.features = datasets.Features({column: datasets.Value("string")})
+            builder.info.features = config.features
+            config.batch_size = 1000  # the default fails if the first row group is empty
+            # otherwise pyarrow keeps in memory all that it has read of a Parquet file
+            config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
+            dataset = builder.as_streaming_dataset(options["split"])
         if os.path.exists(path):
             # read one row group at a time; pyarrow would read a fast disk up to 1 GB ahead of us
             dataset = dataset.reshard()
-    except Exception as error:  # datasets and the libraries below it raise dozens of types
-        fail(f"cannot open --hf_path={path} --split={options['split']}: {error}")
-    return dataset, f"{builder.config_id} {builder.hash}"
-
-
-def read_hf(dataset, state):
-    """Yields (document, bookmark) from the state's bookmark on; reading can resume at each."""
-    column = state["options"]["text_column"]
-    bookmark = state["bookmark"]
-    try:
         if bookmark:
             dataset.load_state_dict(bookmark)
         for example in dataset:
-            if column not in example:
-                fail(f"--text_column={column} does not exist; the columns are {[*example]}")
-            yield (example[column] or "").encode(), bookmark
+            try:
+                record = json.loads(example["line"]) if lines else example
+                if not bookmark and column not in record:
+                    raise UserError(f"the columns are {str([*record])[:300]}")
+                yield record[column].encode(), bookmark
+            except (ValueError, TypeError, KeyError, AttributeError):
+                state["without_text"] += 1
             bookmark = dataset.state_dict()
-    except Exception as error:
-        fail(f"cannot read column {column}: {error}; run the same command again to continue")
+    except Exception as error:  # datasets and the libraries below it raise dozens of types
+        kind = OSError if isinstance(error, OSError) else UserError
+        raise kind(f"cannot read --text_column={column} of --hf_path={path} "
+                   f"--split={options['split']}: {error}")
 
 
 # ---- Writing shards.
 def lock(folder):
-    """Locks a folder until this process ends. Exits with a message if another one holds it."""
+    """Locks a folder until this process ends. UserError if another one holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     file_lock = FileLock(folder / ".lock", is_singleton=True)
     try:
         file_lock.acquire(timeout=0)
     except Timeout:
-        fail(f"another process is writing to {folder}; wait for it, or use another --out_dir")
+        raise UserError(f"another process is writing to {folder}; wait, or use another --out_dir")
     locks.append(file_lock)
 
 
 def write_json(path, state):
     """Writes the state to a file, completely or not at all."""
     part = Path(f"{path}.part")
-    part.write_text(json.dumps(state, indent=1))
+    part.write_text(json.dumps(state))
     part.replace(path)
 
 
 def append(folder, split, state, rows):
     """Writes rows, a buffer of bytes, at the end of a split."""
     shard_bytes = state["options"]["shard_bytes"]
-    while len(rows):
+    while rows:
         index, held = divmod(state[split]["bytes"], shard_bytes)
-        block = rows[: shard_bytes - held]
-        with open(folder / f"{split}_{index:05d}.bin", "ab" if held else "wb") as file:
-            file.write(block)
-        state[split]["bytes"] += len(block)
-        rows = rows[len(block) :]
+        with open(folder / f"{split}_{index:05d}.bin", "ab") as file:
+            file.truncate(held)  # a killed run may have written more
+            written = file.write(rows[: shard_bytes - held])
+        state[split]["bytes"] += written
+        rows = rows[written:]
 
 
 def write_documents(documents, folder, state):
     """Writes the rows of the documents, up to max_bytes, and the state about once per shard.
 
-    A document goes to val if its 64-bit hash, divided by 2**64, is below val_fraction. But if a
-    split is empty at the end, the last document with rows goes there. If that is the only one, its
-    last rows go to val: the fraction val_fraction, but at least one.
+    While val is short, the last rows of train are held back: as many as val lacks.
     """
     options = state["options"]
     seq_len = options["seq_len"]
+    fraction = options["val_fraction"]
     limit = options.get("max_bytes", sys.maxsize)
     most = limit if options["split_documents"] else seq_len
-    total = saved = state["train"]["bytes"] + state["val"]["bytes"]
-    split = "train"
-    rows = b""  # of the latest document; written when another one follows
+    val = state["val"]
+    saved = total = state["train"]["bytes"] + val["bytes"]
+    share = 0
+    held = b""
     with tqdm(total=options.get("max_bytes"), initial=total, unit="B", unit_scale=True,
               disable=None) as bar:  # None: no bar if stderr is not a terminal
         for document, bookmark in documents:
+            if total - saved >= options["shard_bytes"] and not held:
+                saved = total
+                state["bookmark"] = bookmark
+                write_json(folder / "progress.json", state)
             size = min(len(document), most, limit - total) // seq_len * seq_len
-            if size:
-                append(folder, split, state, rows)
-                if total - saved >= options["shard_bytes"]:
-                    saved = total
-                    state["bookmark"] = bookmark
-                    write_json(folder / "progress.json", state)
-                number = int(hashlib.blake2b(document, digest_size=8).hexdigest(), 16)
-                split = "val" if number < options["val_fraction"] * 2**64 else "train"
-                rows = document[:size]
+            rows = document[:size]
             total += size
             bar.update(size)
             state["left_out_bytes"] += len(document) - size
+            share = max(fraction * total, seq_len)  # of val
+            short = val["bytes"] < share / 2
+            fits = val["bytes"] + size <= 1.5 * share
+            chosen = zlib.crc32(rows) < fraction * 2**32
+            if fits and (short or chosen):
+                append(folder, "val", state, rows)
+            else:
+                held += rows
+                lack = short * (int(share) // seq_len * seq_len - val["bytes"])
+                end = max(len(held) - lack, 0)
+                append(folder, "train", state, held[:end])
+                held = held[end:]
             if limit - total < seq_len:
                 break
-
-    empty = [name for name in SPLITS if not state[name]["bytes"]]
-    if len(empty) == 2:
-        val_rows = max(int(len(rows) // seq_len * options["val_fraction"]), 1)
-        start = len(rows) - val_rows * seq_len
-        append(folder, "train", state, rows[:start])
-        append(folder, "val", state, rows[start:])
-    else:
-        if empty:
-            split = empty[0]
-        append(folder, split, state, rows)
+    append(folder, "val" if val["bytes"] < share / 2 else "train", state, held)
 
 
 # ---- The program.
+def whole_number(text):
+    """Parses a positive whole number, which may be written as 6e9."""
+    number = float(text)
+    if number < 1 or number % 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive whole number")
+    return int(number)
+
+
 def parse(argv):
     """Returns out_dir and a dict of the options that decide what is written."""
     parser = argument_parser(__doc__)
     parser.argument_default = argparse.SUPPRESS  # an option not given is absent
     add = parser.add_argument
     add("--dataset", default="stdlib", choices=["stdlib", "files", *HF_PRESETS])
-    add("--input", nargs="+", action="extend", help="files, folders and globs")
-    add("--hf_path", help="name on the hub, or local .jsonl, .json, .parquet or folder")
-    add("--hf_name", help="configuration of a Hugging Face dataset, e.g. sample-100BT")
-    add("--split", help="split of a Hugging Face dataset (train)")
-    add("--text_column", help="column that holds the documents (text)")
-    add("--out_dir", help="folder of the shards (data/<dataset>)")
-    add("--seq_len", type=whole_number, default=4096, help="bytes per row (%(default)s)")
-    add("--split_documents", action=argparse.BooleanOptionalAction,
-        help="use all rows of a document (default for stdlib and files) or only its first")
-    add("--val_fraction", type=float, default=0.02,
-        help="share of the documents that go to val (%(default)s)")
-    add("--max_bytes", type=whole_number, help="stop after this many bytes of rows, e.g. 6e9")
-    add("--shard_bytes", type=whole_number, default=10**8, help="size of a shard (%(default)s)")
-    options = vars(parser.parse_args(argv))
-
-    dataset = options["dataset"]
-    seq_len = options["seq_len"]
+    add("--input", nargs="+", action="extend", type=os.path.expanduser)
+    for name in "hf_path", "hf_name", "split", "text_column", "out_dir":
+        add(f"--{name}", type=os.path.expanduser)
+    for name in "seq_len", "max_bytes", "shard_bytes":
+        add(f"--{name}", type=whole_number)
+    add("--val_fraction", type=float)
+    add("--split_documents", action=argparse.BooleanOptionalAction)
+    given = vars(parser.parse_args(argv))
+    dataset = given["dataset"]
     for option, needed in ("input", "files"), ("hf_path", "hf"):
-        if (option in options) != (dataset == needed):
-            fail(f"--{option} and --dataset={needed} need each other")
-    if not 0 < options["val_fraction"] < 1:
-        fail(f"--val_fraction={options['val_fraction']} must lie between 0 and 1")
+        if (option in given) != (dataset == needed):
+            raise UserError(f"--{option} and --dataset={needed} need each other")
+
+    options = {"seq_len": 4096, "shard_bytes": 10**8, "val_fraction": 0.02, "split_documents": True}
     if dataset in HF_PRESETS:
-        options = {"split": "train", "text_column": "text", **HF_PRESETS[dataset], **options}
-    options.setdefault("split_documents", dataset not in HF_PRESETS)
+        options |= {"split": "train", "text_column": "text", "split_documents": False}
+        options |= HF_PRESETS[dataset]
+    options |= given
+    if not 0 < options["val_fraction"] <= 0.5:
+        raise UserError(f"--val_fraction={options['val_fraction']} must lie between 0 and 0.5")
+    seq_len = options["seq_len"]
     options["shard_bytes"] = max(options["shard_bytes"] // seq_len, 1) * seq_len
     return Path(options.pop("out_dir", f"data/{dataset}")), options
 
@@ -273,61 +337,65 @@ def prepare(out_dir, options):
     meta = out_dir / "meta.json"
     progress = out_dir / "progress.json"
     state = {"options": options, "train": {"bytes": 0}, "val": {"bytes": 0}, "left_out_bytes": 0,
-             "bookmark": 0}
+             "without_text": 0, "bookmark": 0}
     for path in progress, meta:
         if path.exists():
-            state = json.loads(path.read_text())
+            for split in "train", "val":
+                open_shards(out_dir, split, 1, path.name)  # UserError if they are damaged
+            state |= json.loads(path.read_text())
     if state["options"] != options:
-        fail(f"{out_dir} was made with {state['options']}; remove it or use another --out_dir")
+        raise UserError(f"{out_dir} was made with {state['options']}; use another --out_dir")
+
+    skipped = Counter()
+    if "hf_path" in options:
+        documents = read_hf(options, state)
+        source = next(documents)
+    else:
+        paths, skipped = find_files(options)
+        source = zlib.crc32(repr([(path, path.stat().st_mtime) for path in paths]).encode())
+        documents = read_files(paths, state["bookmark"], skipped)
+    if state.setdefault("source", source) != source:
+        raise UserError(f"the input has changed since {out_dir} was begun; use another --out_dir")
     if meta.exists():
         progress.unlink(missing_ok=True)  # left by a run that was killed on its last line
-        print(f"{out_dir} is already complete")
+        say(f"{out_dir} is already complete")
         return
 
-    if options["dataset"] in HF_PRESETS:
-        dataset, source = open_hf(options)
-        documents = read_hf(dataset, state)
-    else:
-        files = find_files(options, out_dir)
-        source = f"{len(files)} files, {sum(map(os.path.getsize, files))} bytes"
-        # mapped, because a file may be larger than memory
-        documents = ((np.memmap(files[i], mode="r"), i)
-                     for i in range(state["bookmark"], len(files)))
-    if state.setdefault("source", source) != source:
-        fail(f"{out_dir} was begun with {state['source']}, but now the input is {source}; "
-             "remove the folder to start again")
-    with one_line_errors():
-        for split in SPLITS:
-            for shard in map_shards(out_dir, split, state, 1)[-1:]:
-                os.truncate(shard.filename, len(shard))  # drop bytes after progress.json
     write_documents(documents, out_dir, state)
-    if not state["train"]["bytes"]:
-        fail(f"fewer than two rows of --seq_len={options['seq_len']} bytes; give more text, a "
-             "smaller --seq_len or a larger --max_bytes")
+    skipped["records without text"] = state["without_text"]
+    if +skipped:
+        say("skipped: " + ", ".join(f"{n} {reason}" for reason, n in (+skipped).items()))
+    train = state["train"]["bytes"]
+    val = state["val"]["bytes"]
+    if train + val < 2 * options["seq_len"]:
+        raise UserError(f"fewer than two rows of --seq_len={options['seq_len']} bytes; give more "
+                        "text, a smaller --seq_len or a larger --max_bytes")
     del state["bookmark"]
     write_json(meta, state)
     progress.unlink(missing_ok=True)
-    print(f"{out_dir}: {state['train']['bytes']:,} bytes for training, "
-          f"{state['val']['bytes']:,} for validation, {state['left_out_bytes']:,} left out")
+    say(f"{out_dir}: {train:,} bytes for training, {val:,} for validation, "
+        f"{state['left_out_bytes']:,} left out")
+    share = val / (train + val)
+    if not 0.5 <= share / options["val_fraction"] <= 2:
+        say(f"val has {share:.1%} of the rows, not --val_fraction={options['val_fraction']}; "
+            "more text or a smaller --seq_len helps")
 
 
 def main(argv=None):
-    """Runs the command line. Exits with code 2 after a mistake and with 130 after Ctrl-C."""
+    """Runs the command line. A mistake, or a failing disk, is a UserError."""
+    out_dir, options = parse(argv)
     try:
-        prepare(*parse(argv))
-    except KeyboardInterrupt:
-        fail("interrupted; run the same command again to continue", code=130)
+        prepare(out_dir, options)
     except OSError as error:
-        fail(f"{error}; fix this and run the same command again to continue")
+        raise UserError(f"{out_dir}: {error}; fix this and run the same command again to continue")
 
 
 if __name__ == "__main__":
     try:
-        main()
-        code = 0
-    except SystemExit as error:
-        code = error.code
-    # pyarrow's threads can abort or block a normal exit
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        run(main)
+        sys.exit(0)
+    except SystemExit as end:
+        say(end="")  # what --help printed
+        if "datasets" in sys.modules and not hasattr(sys, "ps1"):  # ps1: a notebook, which goes on
+            os._exit(end.code)  # because pyarrow's threads can abort or block a normal exit
+        raise

@@ -1,5 +1,6 @@
 """prepare.py against oracles that share no code with it."""
-import hashlib
+import gzip
+import itertools
 import json
 import os
 import random
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 
 import prepare
-from conftest import run
+from configurator import UserError
+from conftest import ROOT, run
 
 
 def make_files(folder, sizes, seed=0):
@@ -23,7 +25,7 @@ def make_files(folder, sizes, seed=0):
     folder.mkdir()
     documents = [rng.randbytes(size) for size in sizes]
     for i, document in enumerate(documents):
-        path = folder / f"{i // 5:02d}" / f"{i:03d}"
+        path = folder / f"{i // 5:03d}" / f"{i:04d}"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(document)
     return documents
@@ -40,21 +42,8 @@ def small(tmp_path, *more):
             "--seq_len=100", "--val_fraction=0.3", "--shard_bytes=799", *more]
 
 
-def is_val(document, val_fraction):
-    return int(hashlib.blake2b(document, digest_size=8).hexdigest(), 16) / 2**64 < val_fraction
-
-
-def oracle(documents, seq_len=100, val_fraction=0.3, first_only=False):
-    """What each split must hold, if neither is empty."""
-    splits = {"train": bytearray(), "val": bytearray()}
-    for document in documents:
-        rows = len(document) // seq_len
-        if first_only:
-            rows = min(rows, 1)
-        split = "val" if is_val(document, val_fraction) else "train"
-        splits[split] += document[: rows * seq_len]
-    assert all(splits.values())
-    return splits
+def cut(data, seq_len):
+    return [data[i : i + seq_len] for i in range(0, len(data) - seq_len + 1, seq_len)]
 
 
 def held(out_dir):
@@ -66,22 +55,43 @@ def held(out_dir):
     return splits
 
 
+def shares(documents, out_dir, seq_len=100, first_only=False):
+    """Checks that each document is in train, in val, or begins in train and ends in val.
+
+    Returns the number of its rows in train and in val. The rows of a test all differ.
+    """
+    splits = {split: cut(data, seq_len) for split, data in held(out_dir).items()}
+    val = set(splits["val"])
+    train = []
+    counts = []
+    for document in documents:
+        rows = cut(document, seq_len)[: 1 if first_only else None]
+        begin = [row for row in rows if row not in val]
+        assert rows[: len(begin)] == begin
+        train += begin
+        counts.append((len(begin), len(rows) - len(begin)))
+    assert splits["train"] == train
+    assert sum(n for _, n in counts) == len(splits["val"]) == len(val)
+    return counts
+
+
+def rows_of(out_dir, seq_len=100):
+    """All rows, sorted."""
+    return sorted(row for data in held(out_dir).values() for row in cut(data, seq_len))
+
+
 def contents(out_dir):
     return {path.name: path.read_bytes() for path in out_dir.iterdir() if path.name != ".lock"}
 
 
-def error_of(capsys, *arguments, code=2):
-    """The one line on stderr with which a run must fail."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as exit:
+def error_of(*arguments):
+    """The message with which a run must fail."""
+    with pytest.raises(UserError) as error:
         prepare.main([*arguments])
-    assert exit.value.code == code
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].isprintable(), lines
-    return lines[0]
+    return str(error.value)
 
 
-def interrupt(capsys, monkeypatch, arguments, notes=1):
+def interrupt(monkeypatch, arguments, notes=1):
     """Presses Ctrl-C when progress.json is written for this many times."""
     written = []
     write_json = prepare.write_json
@@ -94,98 +104,97 @@ def interrupt(capsys, monkeypatch, arguments, notes=1):
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "write_json", write_and_interrupt)
-        assert "same command" in error_of(capsys, *arguments, code=130)
+        with pytest.raises(KeyboardInterrupt):
+            prepare.main(arguments)
 
 
+# ---- Rows and splits.
 @pytest.mark.parametrize("how", ["--split_documents", "--no-split_documents"])
 def test_shards_hold_the_rows_of_the_documents_in_order(how, tmp_path):
     sizes = [0, 1, 99, 100, 101, 250, 1000, 12345, 30_077, *range(40, 400, 7)]
     documents = make_files(tmp_path / "in", sizes)
     out = tmp_path / "out"
     prepare.main(small(tmp_path, how))
-    want = oracle(documents, first_only=how == "--no-split_documents")
-    assert held(out) == want
-    for split in "train", "val":
-        rows = np.frombuffer(want[split], np.uint8).reshape(-1, 100)
-        shards = prepare.open_shards(out, split, 100)
-        assert {len(shard) for shard in shards[:-1]} == {7}
-        assert 1 <= len(shards[-1]) <= 7
-        numbers = np.array([len(rows) - 1, 7, 3, 6])
-        assert np.array_equal(prepare.read_rows(shards, numbers), rows[numbers])
-        halves = prepare.read_rows(prepare.open_shards(out, split, 50), [13, 14])
-        assert halves.tobytes() == want[split][650:750]
+    counts = shares(documents, out, first_only=how == "--no-split_documents")
+    for split, data in held(out).items():
+        for seq_len in 100, 50:
+            shards = prepare.open_shards(out, split, seq_len)
+            assert np.concatenate(shards).tobytes() == data
+            assert {shard.nbytes for shard in shards[:-1]} <= {700}
     left_out = json.loads((out / "meta.json").read_text())["left_out_bytes"]
-    assert left_out == sum(sizes) - sum(map(len, want.values()))
-    with pytest.raises(ValueError, match="seq_len=30 does not divide the 100 bytes"):
+    assert left_out == sum(sizes) - 100 * sum(map(sum, counts))
+    with pytest.raises(UserError, match="seq_len=30 does not divide the 100 bytes"):
         prepare.open_shards(out, "val", 30)
 
 
-def test_the_default_is_the_standard_library(tmp_path):
-    prepare.main([f"--out_dir={tmp_path}/out"])
-    files = subprocess.run(
-        f"find {sysconfig.get_path('stdlib')} -type f -name '*.py' "
-        "-not -path '*/site-packages/*' -not -path '*/dist-packages/*'",
-        shell=True, check=True, capture_output=True, text=True).stdout.splitlines()
-    documents = [Path(file).read_bytes() for file in sorted(files)]
-    assert held(tmp_path / "out") == oracle(documents, 4096, 0.02)
+@pytest.mark.parametrize("sizes, fraction, cuts", [
+    ([3000], 0.1, 1),
+    ([40, 9000], 0.1, 1),
+    ([9000, 600], 0.1, 0),
+    ([150, 220, 8000], 0.05, 1),
+    ([1000] * 4, 0.05, 1),  # too few for a whole document
+    ([1000] * 25, 0.05, 0),
+    ([10_000, *[120] * 100], 0.05, 0),
+    ([100] * 300, 0.02, 0),
+    ([300] * 9, 0.5, 0),
+])
+def test_val_has_its_share_of_the_rows_and_documents_stay_whole_where_they_can(
+        sizes, fraction, cuts, tmp_path, capsys):
+    for seed in range(3):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        documents = make_files(folder / "in", sizes, seed)
+        prepare.main(small(folder, f"--val_fraction={fraction}", "--shard_bytes=5000"))
+        counts = shares(documents, folder / "out")
+        val = sum(n for _, n in counts)
+        rows = sum(map(sum, counts))
+        assert 0.5 * fraction <= val / rows <= 2 * fraction
+        assert sum(0 not in count for count in counts if any(count)) == cuts
+    assert "not --val_fraction" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("rows, val_rows, seed", [(2, 1, 0), (9, 1, 0), (70, 7, 0), (70, 7, 1)])
-def test_the_end_of_the_only_long_document_is_for_validation(rows, val_rows, seed, tmp_path):
-    book = make_files(tmp_path / "in", [99, rows * 100 + 50, 0, 99], seed)[1]
-    assert is_val(book, 0.1) == bool(seed)  # its hash may be on either side
-    prepare.main(small(tmp_path, "--val_fraction=0.1"))
-    start = (rows - val_rows) * 100
-    want = {"train": book[:start], "val": book[start : rows * 100]}
-    assert held(tmp_path / "out") == want
+def test_a_share_that_is_off_all_the_same_is_said(tmp_path, capsys):
+    documents = make_files(tmp_path / "in", [250, 350])
+    prepare.main(small(tmp_path, "--val_fraction=0.05"))
+    assert sum(n for _, n in shares(documents, tmp_path / "out")) == 1
+    assert "val has 20.0% of the rows, not --val_fraction=0.05" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("val_fraction, last", [(1e-9, "val"), (1 - 1e-9, "train")])
-def test_the_last_document_goes_to_a_split_that_has_none(val_fraction, last, tmp_path):
-    documents = make_files(tmp_path / "in", [830, 830, 1030, 99])
-    prepare.main(small(tmp_path, f"--val_fraction={val_fraction}"))
-    other = "train" if last == "val" else "val"
-    want = {}
-    want[other] = documents[0][:800] + documents[1][:800]
-    want[last] = documents[2][:1000]
-    assert held(tmp_path / "out") == want
-
-
-def test_overlapping_inputs_give_each_file_once_and_never_our_own_shards(
-        documents, tmp_path, capsys, monkeypatch):
-    (tmp_path / "in/link").symlink_to("01/008")
-    (tmp_path / "in/[x]").write_bytes(b"y" * 100)
-    arguments = small(tmp_path / "in")  # its shards go to in/out
-    arguments[1] = f"--input={tmp_path}/**/*0??*"
-    arguments += ["--input", f"{tmp_path}/in/02", f"{tmp_path}/in/[x]", f"{tmp_path}/in/link"]
-    interrupt(capsys, monkeypatch, arguments)
-    prepare.main(arguments)
-    assert held(tmp_path / "in/out") == oracle([*documents, b"y" * 100])
+def test_val_is_a_fair_sample_of_many_documents(tmp_path):
+    rng = random.Random(1)
+    sizes = [100 + int(100 * rng.expovariate(0.2)) for _ in range(1500)]
+    documents = make_files(tmp_path / "in", sizes)
+    prepare.main(small(tmp_path, "--val_fraction=0.1", "--shard_bytes=1e6"))
+    counts = shares(documents, tmp_path / "out")
+    chosen = [i for i, (train, val) in enumerate(counts) if val]
+    mean = sum(sizes[i] for i in chosen) / len(chosen)
+    assert 0.75 < mean / (sum(sizes) / 1500) < 1.25
+    assert min(np.histogram(chosen, 5, (0, 1500))[0]) > 15
 
 
 def test_max_bytes_is_exact_nothing_is_read_beyond_it_and_the_set_is_not_the_full_one(
-        documents, tmp_path, monkeypatch, capsys):
-    def spy(path, **options):
-        read.append(Path(path).read_bytes())
-        return memmap(path, **options)
+        documents, tmp_path, monkeypatch):
+    def spy(paths, first, skipped):
+        for document, number in read_files(paths, first, skipped):
+            read.append(document)
+            yield document, number
 
     read = []
-    memmap = np.memmap
-    monkeypatch.setattr(np, "memmap", spy)
+    read_files = prepare.read_files
+    monkeypatch.setattr(prepare, "read_files", spy)
     prepare.main(small(tmp_path, "--max_bytes=1.555e4"))
-    want = oracle(documents[:15])
-    last = "val" if is_val(documents[15], 0.3) else "train"
-    want[last] += documents[15][:500]
-    assert held(tmp_path / "out") == want
+    shares([*documents[:15], documents[15][:500]], tmp_path / "out")
+    assert sum(map(len, held(tmp_path / "out").values())) == 15_500
     assert read == documents[:16]
-    assert "was made with" in error_of(capsys, *small(tmp_path))
+    assert "was made with" in error_of(*small(tmp_path))
 
 
-@pytest.mark.parametrize("val_fraction", [0.3, 1e-9])
-def test_killed_at_any_line_the_same_command_ends_with_the_same_files(val_fraction, tmp_path):
+@pytest.mark.parametrize("sizes", [
+    [250, 2500, 80, 130, 700, 333, 999, 100, 400, 400], [1500, 100, 150, 3000, 100]])
+def test_killed_at_any_line_the_same_command_ends_with_the_same_files(sizes, tmp_path):
     """A kill leaves what is on the disk, so the folder is copied before each line runs."""
-    make_files(tmp_path / "in", [250, 2500, 80, 130, 700, 333, 999, 100, 400, 400], seed=7)
-    arguments = small(tmp_path, "--shard_bytes=1000", f"--val_fraction={val_fraction}")
+    make_files(tmp_path / "in", sizes, seed=7)
+    arguments = small(tmp_path, "--shard_bytes=1000", "--val_fraction=0.1")
     out = tmp_path / "out"
     moments = {}
 
@@ -199,7 +208,7 @@ def test_killed_at_any_line_the_same_command_ends_with_the_same_files(val_fracti
     prepare.main(arguments)
     sys.settrace(None)
     want = contents(out)
-    assert len(moments) > 15
+    assert len(moments) > 10
     assert {"train_00002.bin", "val_00000.bin", "meta.json"} < want.keys()
     for moment in moments.values():
         shutil.rmtree(out)
@@ -210,46 +219,292 @@ def test_killed_at_any_line_the_same_command_ends_with_the_same_files(val_fracti
         assert contents(out) == want, moment.keys()
 
 
-def test_a_full_disk_leaves_the_last_progress_json(documents, tmp_path, capsys, monkeypatch):
+def test_a_full_disk_is_one_line_with_the_path_and_leaves_the_last_progress_json(
+        documents, tmp_path, monkeypatch):
     def write_text(path, text):
         path.write_bytes(text.encode()[:100])
-        raise OSError(28, "No space left on device", str(path))
+        raise OSError(28, "No space left on device")
 
-    interrupt(capsys, monkeypatch, small(tmp_path))
+    interrupt(monkeypatch, small(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", write_text)
-        assert "No space left" in error_of(capsys, *small(tmp_path))
+        line = error_of(*small(tmp_path))
+        assert f"{tmp_path}/out" in line and "No space left" in line
     prepare.main(small(tmp_path))
-    assert held(tmp_path / "out") == oracle(documents)
+    shares(documents, tmp_path / "out")
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+# ---- Files.
+def test_the_default_is_the_standard_library_wherever_it_is(tmp_path, monkeypatch, capsys):
+    library = tmp_path / "my-packages/lib"
+    shutil.copytree(Path(sysconfig.get_path("stdlib"), "json"), library / "json")
+    shutil.copytree(library / "json", library / "site-packages/other")
+    (library / "notes.txt").write_text("text " * 5000)
+    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(library)}.get)
+    prepare.main([f"--out_dir={tmp_path}/out"])
+    files = subprocess.check_output(["find", library / "json", "-name", "*.py"], text=True)
+    shares([Path(file).read_bytes() for file in sorted(files.split())], tmp_path / "out", 4096)
+
+
+def test_leaks_are_skipped_and_counted_in_one_line(documents, tmp_path, capsys):
+    folder = tmp_path / "in"
+    for name in ".git/objects", "a/__pycache__", "b/site-packages", "run":
+        (folder / name).mkdir(parents=True)
+        (folder / name / "x").write_bytes(random.randbytes(500))
+    prepare.main([*small(tmp_path)[:1], f"--input={folder}/000", f"--out_dir={folder}/earlier",
+                  "--seq_len=100"])
+    (folder / "run/ckpt.pt").write_bytes(b"y" * 500)
+    (folder / "a/b.pyc").write_bytes(b"z" * 500)
+    (folder / ".hidden").write_bytes(b"z" * 500)
+    (folder / "copy").write_bytes(documents[7])
+    (folder / "copy.gz").write_bytes(gzip.compress(documents[8]))
+    (folder / "gone").symlink_to("nowhere")
+    os.mkfifo(folder / "fifo")
+    capsys.readouterr()
+    prepare.main(small(tmp_path))
+    shares(documents, tmp_path / "out")
+    line = capsys.readouterr().out.splitlines()[0]
+    assert sorted(line.removeprefix("skipped: ").split(", ")) == [
+        "2 copies", "2 unreadable", "3 caches and installed packages", "3 hidden",
+        "5 with shards or a checkpoint"]
+
+
+def test_overlapping_inputs_give_each_file_once_and_never_our_own_shards(
+        documents, tmp_path, monkeypatch, capsys):
+    (tmp_path / "in/link").symlink_to("001/0008")
+    (tmp_path / "in/[x]").write_bytes(b"y" * 100)
+    (tmp_path / "in/out").mkdir()
+    (tmp_path / "in/out/val_00000.bin").write_bytes(b"z" * 100)  # of a run killed at its start
+    arguments = small(tmp_path / "in")  # its shards go to in/out
+    arguments[1] = f"--input={tmp_path}/**/*0??*"
+    arguments += ["--input", f"{tmp_path}/in/002", f"{tmp_path}/in/[x]", f"{tmp_path}/in/link"]
+    interrupt(monkeypatch, arguments)
+    prepare.main(arguments)
+    assert "copies" not in capsys.readouterr().out
+    assert rows_of(tmp_path / "in/out") == sorted(
+        row for document in [*documents, b"y" * 100] for row in cut(document, 100))
+
+
+def test_folders_behind_links_are_read_once_even_in_a_circle(documents, tmp_path, capsys):
+    shutil.move(tmp_path / "in/000", tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "in")
+    (tmp_path / "in/000").symlink_to("../elsewhere")
+    (tmp_path / "in/twice").symlink_to("../elsewhere")
+    prepare.main(small(tmp_path))
+    want = sorted(row for document in documents for row in cut(document, 100))
+    assert rows_of(tmp_path / "out") == want
+    assert "skipped" not in capsys.readouterr().out
+
+
+def test_pipes_and_packed_files_are_read_and_a_reader_that_is_gone_is_ignored(tmp_path):
+    for i in range(3):
+        (tmp_path / f"{i}").write_bytes(b"%d" % i * 900)
+    (tmp_path / "2.txt.gz").write_bytes(gzip.compress(b"2" * 900))
+    command = """cat 0 | $RUN --dataset=files --input /dev/stdin <(head -c 700 1) 2.txt.gz \\
+        --out_dir=out --seq_len=100 | true; echo ${PIPESTATUS[1]}
+        $RUN --help | true; echo ${PIPESTATUS[0]}"""
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True,
+                          env={**os.environ, "PYTHONUNBUFFERED": "",
+                               "RUN": f"{sys.executable} {ROOT}/prepare.py"})
+    assert (done.stdout, done.stderr) == (b"0\n0\n", b"")
+    assert rows_of(tmp_path / "out") == [b"0" * 100] * 9 + [b"1" * 100] * 7 + [b"2" * 100] * 9
+
+
+@pytest.mark.parametrize("content", [gzip.compress(b"text" * 500)[:30], b"no gzip"])
+def test_a_damaged_packed_file_is_named(content, documents, tmp_path):
+    path = tmp_path / "in/005.gz"
+    path.write_bytes(content)
+    assert f"cannot read {path}" in error_of(*small(tmp_path))
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_no_crash(tmp_path, monkeypatch):
+    def shrink_and_append(*arguments):
+        os.truncate(tmp_path / "in/000/0000", 10)
+        append(*arguments)
+
+    documents = make_files(tmp_path / "in", [3_000_000])
+    append = prepare.append
+    monkeypatch.setattr(prepare, "append", shrink_and_append)
+    prepare.main(small(tmp_path)[:-1])
+    shares(documents, tmp_path / "out")
+
+
+def test_a_leading_tilde_is_the_home_folder(documents, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    prepare.main([*small(tmp_path)[:1], "--input", "~/in/00*", "--out_dir=~/deep/out",
+                  "--seq_len=100"])
+    shares(documents, tmp_path / "deep/out")
+    assert f"hf_path={tmp_path}/none.csv" in error_of("--dataset=hf", "--hf_path=~/none.csv")
+    assert not Path("~").exists()
+
+
+def test_a_set_is_not_mixed_with_other_options_or_another_input(
+        documents, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    path = tmp_path / "in/001/0007"
+    old = path.stat()
+    interrupt(monkeypatch, small(tmp_path))
+    for _ in "interrupted", "complete":
+        before = contents(out)
+        path.rename(tmp_path / "in/zzz")
+        assert "the input has changed" in error_of(*small(tmp_path))
+        (tmp_path / "in/zzz").rename(path)
+        path.write_bytes(documents[7][::-1])  # the same size
+        assert "the input has changed" in error_of(*small(tmp_path))
+        path.write_bytes(documents[7])
+        os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
+        line = error_of(*small(tmp_path, "--seq_len=50"))
+        assert f"{out} was made with" in line and "'seq_len': 100" in line
+        assert contents(out) == before
+        prepare.main(small(tmp_path))
+    assert "already complete" in capsys.readouterr().out
+    shares(documents, out)
+
+
+@pytest.mark.parametrize("damage", [os.unlink, lambda path: os.truncate(path, 99)])
+def test_missing_or_short_shards_are_an_error(damage, documents, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    interrupt(monkeypatch, small(tmp_path), notes=4)
+    shutil.copytree(out, tmp_path / "copy")
+    damage(out / "train_00001.bin")
+    assert f"remove {out} and make" in error_of(*small(tmp_path))
+    shutil.rmtree(out)
+    shutil.move(tmp_path / "copy", out)
+    prepare.main(small(tmp_path))
+    damage(out / "train_00001.bin")
+    with pytest.raises(UserError, match=f"remove {out} and make"):
+        prepare.open_shards(out, "train", 100)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "7", '{"options": {"seq_len": 100}}', "\0"])
+def test_a_damaged_meta_json_is_one_line(text, documents, tmp_path):
+    prepare.main(small(tmp_path))
+    (tmp_path / "out/meta.json").write_text(text)
+    with pytest.raises(UserError, match="meta.json or a shard beside it is damaged"):
+        prepare.open_shards(tmp_path / "out", "val", 100)
+    assert "is damaged" in error_of(*small(tmp_path))
+
+
+# ---- Hugging Face datasets.
+def hf(path, out_dir, *more):
+    return ["--dataset=hf", f"--hf_path={path}", f"--out_dir={out_dir}", "--seq_len=10", *more]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
 def test_hugging_face_files_continue_after_ctrl_c_unless_they_changed(
-        kind, tmp_path, capsys, monkeypatch):
-    import pyarrow
+        kind, tmp_path, monkeypatch):
+    import pyarrow.csv
     import pyarrow.parquet
     rng = random.Random(1)
-    texts = ["é" * rng.randrange(200) + str(i) for i in range(3000)] + [None]
-    path = tmp_path / f"a.{kind}"
+    texts = [f"{i:06d}" + "é" * rng.randrange(200) for i in range(3000)]
+    path = tmp_path / f"[a] 1.{kind}"
+    table = pyarrow.table({"body": texts, "n": [*map(str, range(2999)), "no number"]})
     if kind == "jsonl":
         path.write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    elif kind == "csv":
+        pyarrow.csv.write_csv(table, path)
     else:  # row groups that no shard ends with
-        table = pyarrow.table({"body": texts})
         pyarrow.parquet.write_table(table, path, row_group_size=170)
     arguments = ["--dataset=hf", f"--hf_path={path}", "--text_column=body", "--seq_len=64",
                  "--val_fraction=0.3", "--shard_bytes=20000"]
-    want = oracle([(text or "").encode() for text in texts], 64, first_only=True)
     for notes in 1, 4:
         out = tmp_path / str(notes)
-        interrupt(capsys, monkeypatch, [*arguments, f"--out_dir={out}"], notes)
+        interrupt(monkeypatch, [*arguments, f"--out_dir={out}"], notes)
         prepare.main([*arguments, f"--out_dir={out}"])
-        assert held(out) == want
+        shares([text.encode() for text in texts], out, 64, first_only=True)
     assert contents(tmp_path / "1") == contents(tmp_path / "4")
 
-    arguments.append(f"--out_dir={tmp_path}/changed")
-    interrupt(capsys, monkeypatch, arguments)
     os.utime(path, (1, 1))
-    assert "was begun with" in error_of(capsys, *arguments)
+    assert "the input has changed" in error_of(*arguments, f"--out_dir={out}")
+
+
+def test_records_without_text_are_skipped_and_counted(tmp_path, capsys):
+    lines = [b'\xef\xbb\xbf{"text": "first one, "}', b'{"text": null}', b"no JSON",
+             b'{"text": ["a"]}',
+             b'{"text": "\\udc00 a lone surrogate"}', b'{"text": "invalid \xfe byte"}', b"{}",
+             b'{"text": "second one", "more": {"keys": 1}}', "☺".encode("utf-16"),
+             '{"text": "\U0001f600\u2028 third"}'.encode()]
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b"\n".join(lines)))
+    prepare.main(hf(path, tmp_path / "out", "--split_documents"))
+    assert rows_of(tmp_path / "out", 10) == sorted(
+        [b"first one,", b"second one", "\U0001f600\u2028 th".encode()])
+    assert "skipped: 7 records without text\n" in capsys.readouterr().out
+
+
+def test_only_the_text_column_of_parquet_files_is_read(tmp_path, capsys):
+    import pyarrow
+    import pyarrow.parquet
+    folder = tmp_path / "in"
+    folder.mkdir()
+    columns = {"none": {"text": pyarrow.array([], pyarrow.string())},
+               "nulls": {"text": [None, None]},
+               "one": {"text": ["0123456789"], "n": [1]},
+               "two": {"n": ["not a number"], "text": ["abcdefghij"]}}
+    for name, column in columns.items():
+        pyarrow.parquet.write_table(pyarrow.table(column), folder / f"{name}.parquet")
+    prepare.main(hf(folder, tmp_path / "out"))
+    assert rows_of(tmp_path / "out", 10) == [b"0123456789", b"abcdefghij"]
+    assert "skipped: 2 records without text\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("a.jsonl", '{"body": "x", "n": 1}', r"--text_column=text .* the columns are \['body', 'n'\]"),
+    ("a.jsonl", '{"text": "abc"}'.encode("utf-16"), "fewer than two rows"),
+    ("a.json", '[{"text": "x"}]', r"the columns are \[\{'text'"),
+    ("a.csv", "a,b\n1,2\n", "'text'"),
+    ("a.csv", 'text\nx\n"y\n', "starting at row 2"),
+    ("a.csv", b"text\n\xff\n", "0xff"),
+    ("a.parquet", "", "size is 0 bytes"),
+    ("a.json.zst", "", "zst|fewer"),
+    ("a.jsonl.gz", gzip.compress(bytes(9999))[:30], "ended before"),
+])
+def test_what_is_wrong_with_a_file_is_said_without_advice_to_try_again(
+        name, content, message, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=message) as error:
+        prepare.main(hf(path, tmp_path / "out"))
+    assert "again" not in str(error.value)
+
+
+def test_after_a_network_error_the_same_command_continues(tmp_path, monkeypatch):
+    import datasets
+    texts = [f"{i:010d}" for i in range(500)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    iterate = datasets.IterableDataset.__iter__
+
+    def disconnect(dataset):
+        yield from itertools.islice(iterate(dataset), 300)
+        raise ConnectionError("Server Disconnected")
+
+    arguments = hf(path, tmp_path / "out", "--shard_bytes=1000")
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets.IterableDataset, "__iter__", disconnect)
+        line = error_of(*arguments)
+    assert "Server Disconnected; fix this and run the same command again" in line
+    assert str(path) in line
+    assert json.loads((tmp_path / "out/progress.json").read_text())["bookmark"]
+    prepare.main(arguments)
+    shares([text.encode() for text in texts], tmp_path / "out", 10)
+
+
+def test_presets_read_the_right_configuration_and_column(tmp_path, monkeypatch):
+    assert prepare.HF_PRESETS["fineweb"]["hf_path"] == "HuggingFaceFW/fineweb"
+    assert prepare.HF_PRESETS["codeparrot"]["hf_path"] == "codeparrot/codeparrot-clean"
+    for name in "ab":
+        record = json.dumps({"text": name * 10, "content": f"{name}_" * 5}) + "\n"
+        (tmp_path / f"{name}.jsonl").write_text(record * 2)
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files: a.jsonl\n"
+        "- config_name: sample-10BT\n  data_files: b.jsonl\n---\n")
+    for preset, row in ("fineweb", b"bbbbbbbbbb"), ("codeparrot", b"a_a_a_a_a_"):
+        monkeypatch.setitem(prepare.HF_PRESETS[preset], "hf_path", str(tmp_path))
+        out = tmp_path / preset
+        prepare.main([f"--dataset={preset}", f"--out_dir={out}", "--seq_len=10"])
+        assert rows_of(out, 10) == [row, row]
 
 
 def test_reading_parquet_takes_little_memory(tmp_path):
@@ -263,33 +518,13 @@ import prepare, pyarrow
 prepare.main(["--dataset=hf", "--hf_path={tmp_path}/a.parquet", "--out_dir={tmp_path}/out"])
 print(pyarrow.default_memory_pool().max_memory())
 """
-    output = subprocess.check_output([sys.executable, "-c", program])
+    output = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT)
     most = int(output.split()[-1])
     assert most < os.path.getsize(tmp_path / "a.parquet") / 4
 
 
-def test_a_set_is_not_mixed_with_other_options_or_files(documents, tmp_path, capsys, monkeypatch):
-    out = tmp_path / "out"
-    path = tmp_path / "in/01/007"
-    interrupt(capsys, monkeypatch, small(tmp_path))
-    before = contents(out)
-    os.truncate(path, 1029)
-    line = error_of(capsys, *small(tmp_path))
-    assert "20 files, 20600 bytes, but now the input is 20 files, 20599 bytes" in line
-    path.unlink()
-    assert "now the input is 19 files" in error_of(capsys, *small(tmp_path))
-    path.write_bytes(documents[7])
-    for _ in "interrupted", "complete":
-        assert contents(out) == before
-        line = error_of(capsys, *small(tmp_path, "--seq_len=50"))
-        assert f"{out} was made with" in line and "'seq_len': 100" in line
-        prepare.main(small(tmp_path))
-        before = contents(out)
-    assert "already complete" in capsys.readouterr().out
-    assert held(out) == oracle(documents)
-
-
-def test_a_folder_belongs_to_one_process_until_that_ends(tmp_path, capsys):
+# ---- The program.
+def test_a_folder_belongs_to_one_process_until_that_ends(tmp_path):
     program = f"""
 from pathlib import Path
 from prepare import lock
@@ -298,63 +533,69 @@ print('locked')
 input()
 """
     command = [sys.executable, "-uc", program]
-    first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
     assert first.stdout.readline() == b"locked\n"
-    assert "another process is writing to" in error_of(capsys, f"--out_dir={tmp_path}")
+    assert "another process is writing to" in error_of(f"--out_dir={tmp_path}")
     first.communicate(b"\n")
     prepare.lock(tmp_path)
     prepare.lock(tmp_path)  # a second time in the same process
-    second = subprocess.run(command, input=b"\n", stdout=subprocess.PIPE)
-    assert (second.returncode, second.stdout) == (2, b"")
-
-
-@pytest.mark.parametrize("damage", [os.unlink, lambda path: os.truncate(path, 99)])
-def test_missing_or_short_shards_are_an_error(damage, documents, tmp_path, capsys, monkeypatch):
-    out = tmp_path / "out"
-    interrupt(capsys, monkeypatch, small(tmp_path), notes=4)
-    shutil.copytree(out, tmp_path / "copy")
-    damage(out / "train_00001.bin")
-    message = "train_00001.bin is missing or shorter than 700 bytes; remove"
-    assert message in error_of(capsys, *small(tmp_path))
-    shutil.rmtree(out)
-    shutil.move(tmp_path / "copy", out)
-    prepare.main(small(tmp_path))
-    damage(out / "train_00001.bin")
-    with pytest.raises(ValueError, match=message):
-        prepare.open_shards(out, "train", 100)
+    second = subprocess.run(command, input=b"\n", capture_output=True, cwd=ROOT)
+    assert second.returncode == 1 and b"another process" in second.stderr
 
 
 @pytest.mark.parametrize("arguments, message", [
     ("--dataset=files", "--input and --dataset=files need each other"),
     ("--input=books", "--input and --dataset=files need each other"),
     ("--hf_path=x", "--hf_path and --dataset=hf need each other"),
-    ("--dataset=files --input=no/such", "--input=no/such matches no file"),
-    ("--dataset=files --input=\x1b[31m\u202e", "--input=\u241b[31m\ufffd"),
-    ("--dataset=hf --hf_path=no.jsonl", "cannot open --hf_path=no.jsonl"),
-    ("--dataset=hf --hf_path={tmp}/a.jsonl", "--text_column=text does not exist"),
-    ("--dataset=hf --hf_path={tmp}/a.jsonl --text_column=n", "cannot read column n"),
-    ("--dataset=hf --hf_path={tmp}/a.jsonl --split=test", "--split=test"),
+    ("--dataset=files --input=no/such", "No such file or directory: 'no/such'"),
+    ("--dataset=files --input=no/*/such", "No such file or directory: 'no/*/such'"),
+    ("--dataset=hf --hf_path=no.jsonl", "Unable to find"),
+    ("--dataset=hf --hf_path={tmp}/a.jsonl --split=test", "--split=test: 'test'"),
     ("{files} --seq_len=301", "fewer than two rows of --seq_len=301 bytes"),
     ("{files} --seq_len=100 --max_bytes=199", "larger --max_bytes"),
     ("{files} --max_bytes=many", "'many'"),
     ("{files} --shard_bytes=inf", "'inf'"),
     ("{files} --seq_len=1.5", "'1.5'"),
     ("{files} --seq_len=0", "'0'"),
-    ("{files} --val_fraction=2", "--val_fraction=2.0 must lie between"),
+    ("{files} --val_fraction=0.6", "--val_fraction=0.6 must lie between"),
+    ("{files} --val_fraction=nan", "--val_fraction=nan must lie between"),
 ])
-def test_a_mistake_is_one_line_and_does_not_block_the_folder(
-        arguments, message, tmp_path, capsys):
+def test_a_mistake_is_one_line_and_does_not_block_the_folder(arguments, message, tmp_path):
     make_files(tmp_path / "in", [300] * 3)
-    (tmp_path / "a.jsonl").write_text('{"body": "text", "n": 1}\n')
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     arguments = arguments.format(tmp=tmp_path, files=f"--dataset=files --input={tmp_path}/in")
-    assert message in error_of(capsys, *arguments.split(), f"--out_dir={tmp_path}/out")
+    assert message in error_of(*arguments.split(), f"--out_dir={tmp_path}/out")
     prepare.main(small(tmp_path))
 
 
-def test_the_program_ends_with_the_right_code_and_all_its_output(
-        documents, tmp_path, monkeypatch):
+def test_the_program_ends_with_the_right_code_and_all_its_output(tmp_path, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    output, _ = run("prepare.py", *small(tmp_path))
-    assert "bytes for training" in output
-    _, errors = run("prepare.py", "--seq_len=a\tb", code=2)
-    assert errors == "prepare.py: argument --seq_len: invalid whole_number value: 'a\\tb'\n"
+    monkeypatch.setenv("LC_ALL", "C")
+    table = pyarrow.table({"text": ["x" * 5000] * 5000})
+    pyarrow.parquet.write_table(table, tmp_path / "é.parquet")
+    output, errors = run("prepare.py", *hf(tmp_path / "é.parquet", tmp_path / "ü"))
+    assert "ü: " in output and "bytes for training" in output and errors == ""
+    _, errors = run("prepare.py", "--seq_len=a\tö", code=2)
+    assert errors == "prepare.py: argument --seq_len: invalid whole_number value: 'a\\tö'\n"
+
+
+@pytest.mark.parametrize("set_up, column, end", [
+    ("sys.ps1 = 'In [1]: '", "text", "ended with 0\n"),  # a notebook goes on
+    ("threading.Thread(target=time.sleep, args=[300]).start()", "none", "")])  # like pyarrow's
+def test_the_program_ends_though_threads_run_unless_it_runs_in_a_notebook(
+        set_up, column, end, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "0123456789"}\n{"text": "abcdefghij"}\n')
+    program = f"""
+import runpy, sys, threading, time
+{set_up}
+sys.argv = ["prepare.py", *{hf(tmp_path / "a.jsonl", tmp_path / "out")}, "--text_column={column}"]
+try:
+    runpy.run_path("prepare.py", run_name="__main__")
+except SystemExit as end:
+    print("ended with", end.code)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True,
+                          text=True, timeout=120)
+    assert done.stdout.endswith(end) and done.returncode == (0 if end else 2)
