@@ -63,7 +63,6 @@ HF_PRESETS = {
     "fineweb": {"hf_path": "HuggingFaceFW/fineweb", "hf_name": "sample-10BT"},
     "codeparrot": {"hf_path": "codeparrot/codeparrot-clean", "text_column": "content"},
 }
-OWN = "train_00000.bin", "val_00000.bin", "ckpt.pt"
 locks = []  # a lock is released when nothing refers to it
 
 # ---- Reading shards.
@@ -79,7 +78,7 @@ def open_shards(folder, split, seq_len, notes="meta.json"):
         raise UserError(f"no {path}; make the data first: python prepare.py --help")
     try:
         state = json.loads(path.read_text())
-        row_bytes = state["options"]["seq_len"]
+        size = state["options"]["seq_len"]
         shard_bytes = state["options"]["shard_bytes"]
         total = state[split]["bytes"]
         shards = []
@@ -88,11 +87,9 @@ def open_shards(folder, split, seq_len, notes="meta.json"):
             rows = min(shard_bytes, total - start) // seq_len
             shards.append(np.memmap(shard, np.uint8, "r", shape=(rows, seq_len)))
     except Exception as error:
-        raise UserError(f"{path} or a shard beside it is damaged ({error!r}); remove {folder} and "
-                        "make the data again")
-    if row_bytes % seq_len:
-        raise UserError(f"seq_len={seq_len} does not divide the {row_bytes} bytes of a row in "
-                        f"{folder}")
+        raise UserError(f"{path} or a shard is damaged ({error!r}); remove {folder} and start anew")
+    if size % seq_len:
+        raise UserError(f"seq_len={seq_len} does not divide the {size} bytes of a row in {folder}")
     return shards
 
 
@@ -103,7 +100,8 @@ def why_skip(path):
         return "hidden"
     if path.name.endswith(("__pycache__", ".pyc", "site-packages", "dist-packages")):
         return "caches and installed packages"
-    if any((path.parent / name).exists() for name in OWN):
+    own = "train_00000.bin", "val_00000.bin", "ckpt.pt"
+    if any((path.parent / name).exists() for name in own):
         return "with shards or a checkpoint"
     if not os.access(path, os.R_OK) or path.is_fifo():
         return "unreadable"
@@ -212,7 +210,8 @@ def read_hf(options, state):
                 state["without_text"] += 1
             bookmark = dataset.state_dict()
     except Exception as error:  # datasets and the libraries below it raise dozens of types
-        kind = OSError if isinstance(error, OSError) else UserError
+        broken = UserError, ValueError, TypeError, LookupError, NotImplementedError, EOFError
+        kind = UserError if isinstance(error, broken) else OSError  # OSError: mostly the network
         raise kind(f"cannot read --text_column={column} of --hf_path={path} "
                    f"--split={options['split']}: {error}")
 
@@ -377,8 +376,7 @@ def prepare(out_dir, options):
         f"{state['left_out_bytes']:,} left out")
     share = val / (train + val)
     if not 0.5 <= share / options["val_fraction"] <= 2:
-        say(f"val has {share:.1%} of the rows, not --val_fraction={options['val_fraction']}; "
-            "more text or a smaller --seq_len helps")
+        say(f"val has {share:.1%} of the rows, not --val_fraction={options['val_fraction']}")
 
 
 def main(argv=None):

@@ -90,8 +90,7 @@ DEFAULTS = {key: value for key, value in globals().items()
 VAL_LINE = ("step {step} val {val_bpb:.3f} bits/byte, rate {val_rate:.3f} | "
             "{ends_between:.0%} of tokens end between words")
 LOG_LINE = ("step {step} {bytes:,} bytes | {bpb:.3f} bits/byte, rate {rate:.3f}, "
-            "{undecided:.0%} undecided | norm {grad_norm:.2f} | "
-            "{bytes_per_second:,.0f} bytes/s, {minutes_left:.1f} min left")
+            "{undecided:.0%} undecided | {bytes_per_second:,.0f} bytes/s, {minutes_left:.1f} min left")
 
 
 # ---- Losses. Log-likelihoods are in nats. logp, l, a and A are (B + R, N): second draws come last.

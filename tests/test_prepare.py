@@ -368,12 +368,12 @@ def test_missing_or_short_shards_are_an_error(damage, documents, tmp_path, monke
     interrupt(monkeypatch, small(tmp_path), notes=4)
     shutil.copytree(out, tmp_path / "copy")
     damage(out / "train_00001.bin")
-    assert f"remove {out} and make" in error_of(*small(tmp_path))
+    assert f"remove {out} and start" in error_of(*small(tmp_path))
     shutil.rmtree(out)
     shutil.move(tmp_path / "copy", out)
     prepare.main(small(tmp_path))
     damage(out / "train_00001.bin")
-    with pytest.raises(UserError, match=f"remove {out} and make"):
+    with pytest.raises(UserError, match=f"remove {out} and start"):
         prepare.open_shards(out, "train", 100)
 
 
@@ -381,7 +381,7 @@ def test_missing_or_short_shards_are_an_error(damage, documents, tmp_path, monke
 def test_a_damaged_meta_json_is_one_line(text, documents, tmp_path):
     prepare.main(small(tmp_path))
     (tmp_path / "out/meta.json").write_text(text)
-    with pytest.raises(UserError, match="meta.json or a shard beside it is damaged"):
+    with pytest.raises(UserError, match="meta.json or a shard is damaged"):
         prepare.open_shards(tmp_path / "out", "val", 100)
     assert "is damaged" in error_of(*small(tmp_path))
 
@@ -469,7 +469,12 @@ def test_what_is_wrong_with_a_file_is_said_without_advice_to_try_again(
     assert "again" not in str(error.value)
 
 
-def test_after_a_network_error_the_same_command_continues(tmp_path, monkeypatch):
+class ProtocolError(Exception):
+    """An HTTP client's own error, which is no OSError."""
+
+
+@pytest.mark.parametrize("failure", [ConnectionError, ProtocolError])
+def test_after_a_network_error_the_same_command_continues(failure, tmp_path, monkeypatch):
     import datasets
     texts = [f"{i:010d}" for i in range(500)]
     path = tmp_path / "a.jsonl"
@@ -478,7 +483,7 @@ def test_after_a_network_error_the_same_command_continues(tmp_path, monkeypatch)
 
     def disconnect(dataset):
         yield from itertools.islice(iterate(dataset), 300)
-        raise ConnectionError("Server Disconnected")
+        raise failure("Server Disconnected")
 
     arguments = hf(path, tmp_path / "out", "--shard_bytes=1000")
     with monkeypatch.context() as patch:

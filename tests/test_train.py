@@ -407,7 +407,7 @@ def test_a_log_line_shows_the_loss_in_bits_and_the_speed_since_the_last_line(
         assert line.startswith(f"step {record['step']} {record['bytes']} bytes | "
                                f"{record['auto'] / math.log(2):.3f} bits/byte, ")
         minutes = (4 - record["step"]) * mean_seconds / 60
-        assert line.endswith(f" | {speed:.0f} bytes/s, {minutes:.1f} min left")
+        assert line.endswith(f" undecided | {speed:.0f} bytes/s, {minutes:.1f} min left")
 
 
 # ---- Stopping, resuming, and what is refused.
