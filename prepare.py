@@ -87,7 +87,7 @@ def open_shards(folder, split, seq_len, notes="meta.json"):
             rows = min(shard_bytes, total - start) // seq_len
             shards.append(np.memmap(shard, np.uint8, "r", shape=(rows, seq_len)))
     except Exception as error:
-        raise UserError(f"{path} or a shard is damaged ({error!r}); remove {folder} and start anew")
+        raise UserError(f"{path} or a shard is damaged ({error}); remove {folder} and start again")
     if size % seq_len:
         raise UserError(f"seq_len={seq_len} does not divide the {size} bytes of a row in {folder}")
     return shards
@@ -100,8 +100,8 @@ def why_skip(path):
         return "hidden"
     if path.name.endswith(("__pycache__", ".pyc", "site-packages", "dist-packages")):
         return "caches and installed packages"
-    own = "train_00000.bin", "val_00000.bin", "ckpt.pt"
-    if any((path.parent / name).exists() for name in own):
+    if any((path.parent / name).exists()
+           for name in ("train_00000.bin", "val_00000.bin", "ckpt.pt")):
         return "with shards or a checkpoint"
     if not os.access(path, os.R_OK) or path.is_fifo():
         return "unreadable"
@@ -210,8 +210,9 @@ def read_hf(options, state):
                 state["without_text"] += 1
             bookmark = dataset.state_dict()
     except Exception as error:  # datasets and the libraries below it raise dozens of types
-        broken = UserError, ValueError, TypeError, LookupError, NotImplementedError, EOFError
-        kind = UserError if isinstance(error, broken) else OSError  # OSError: mostly the network
+        in_data = isinstance(error, (UserError, ValueError, TypeError, LookupError, RuntimeError,
+                                     EOFError, FileNotFoundError))
+        kind = UserError if in_data else OSError  # OSError: mostly the network
         raise kind(f"cannot read --text_column={column} of --hf_path={path} "
                    f"--split={options['split']}: {error}")
 
@@ -276,8 +277,7 @@ def write_documents(documents, folder, state):
             share = max(fraction * total, seq_len)  # of val
             short = val["bytes"] < share / 2
             fits = val["bytes"] + size <= 1.5 * share
-            chosen = zlib.crc32(rows) < fraction * 2**32
-            if fits and (short or chosen):
+            if fits and (short or zlib.crc32(rows) < fraction * 2**32):
                 append(folder, "val", state, rows)
             else:
                 held += rows
