@@ -280,7 +280,7 @@ def test_a_training_step_is_compiled_once_though_the_number_of_tokens_varies(R):
 def test_it_trains_in_16_bits_as_in_32_and_float16_scales_its_loss(data, tmp_path):
     logs = {}
     for dtype in "float32", "bfloat16", "float16":
-        train.main([*TINY, f"--dtype={dtype}", "--warmup_bytes=0", "--learning_rate=1e-2",
+        train.main([*TINY, f"--dtype={dtype}", "--warmup_bytes=0", "--learning_rate=3e-3",
                     f"--training_bytes={24 * STEP}", f"--data={data}",
                     f"--out_dir={tmp_path}/{dtype}"])
         logs[dtype] = log_of(tmp_path / dtype)
