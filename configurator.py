@@ -14,7 +14,8 @@ POSITIVE = """seq_len embedding_dim num_heads attention_window policy_scale poli
     training_bytes effective_batch_size batch_size learning_rate grad_clip log_interval
     eval_interval"""
 NOT_NEGATIVE = """policy_window gamma n_down_layers n_mid_layers n_up_layers warmup_bytes seed
-    muon_learning_rate policy_learning_rate weight_decay lambda_pi lambda_target lambda_early redrawn"""
+    muon_learning_rate policy_learning_rate weight_decay lambda_pi lambda_target lambda_early
+    redrawn"""
 RULES = [
     *(f"{key} > 0" for key in POSITIVE.split()),
     *(f"{key} >= 0" for key in NOT_NEGATIVE.split()),

@@ -12,7 +12,7 @@ are the paper's too:
     y  the byte to predict, y_i = x_{i+1}      (B, N)      Y   handed back to the bytes   (B, N, D)
 
 B rows, N bytes in a row, D = embedding_dim; T tokens in the batch, M in its longest row, both
-rounded up; w = policy_window; R rows that are drawn a second time.
+rounded up; w = policy_window; K rows that are drawn twice.
 """
 import copy
 import math
@@ -125,9 +125,9 @@ class Attention(nn.Module):
         if self.window:
             return window_attention(q, k, v, self.window)
         M = q.size(2)
-        if torch.compiler.is_compiling():  # tells the compiler what it cannot know of M
-            torch._check(M % TOKEN_MULTIPLE == 0)  # so a GPU loads several scores at once
-            if M <= 1024:  # two graphs: the softmax of short rows fits into registers
+        if torch.compiler.is_compiling():  # tells the compiler what it cannot infer about M
+            torch._check(M % M_MULTIPLE == 0)  # so a GPU loads several scores at once
+            if M <= 1024:  # gives a second graph, whose softmax fits into registers
                 torch._check(M <= 1024)
         i = torch.arange(M, device=q.device)
         return softcapped_attention(q, k, v, i <= i[:, None])
@@ -190,7 +190,7 @@ class Policy(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.norm = RMSNorm(config.embedding_dim)
+        self.norm = RMSNorm(config.embedding_dim)  # our choice, as is the start at 0
         self.linear = nn.Linear(config.embedding_dim, 1 + config.policy_window, bias=False)
         nn.init.zeros_(self.linear.weight)  # p starts at the target
 
@@ -241,7 +241,7 @@ def draw(p, u):
 
 
 # ---- Select: where the tokens of all rows lie. F.embedding(i, Z) is Z[i], with a faster gradient.
-TOKEN_MULTIPLE = 16 if torch.cuda.is_available() else 8  # pad M to a multiple: aligned loads
+M_MULTIPLE = 16 if torch.cuda.is_available() else 8  # pad M to a multiple: aligned loads
 T_MULTIPLE = 64  # pad T likewise, at most to B * M: products with odd sizes are slow
 
 
@@ -262,7 +262,7 @@ def token_layout(a):
     ends = flat.nonzero()[:, 0]  # the CPU waits for the GPU, here and below
     reads = flat.cumsum(0).view_as(a) - 1
     count = a.sum(1, keepdim=True)
-    M = math.ceil(int(count.max()) / TOKEN_MULTIPLE) * TOKEN_MULTIPLE
+    M = math.ceil(int(count.max()) / M_MULTIPLE) * M_MULTIPLE
     used = torch.arange(M, device=a.device) < count  # (B, M)
     used = used.flatten()  # the places that hold a token
     T = math.ceil(len(ends) / T_MULTIPLE) * T_MULTIPLE
@@ -277,7 +277,7 @@ def token_layout(a):
 
 # ---- The model.
 class Head(nn.Module):
-    """Predicts the next byte from one vector per byte; eq. 6, 14. The soft-cap is Gemma 2's."""
+    """Predicts the next byte from one vector per byte; eq. 6, 14. Norm and soft-cap are Gemma 2's."""
 
     def __init__(self, dim):
         super().__init__()
@@ -314,12 +314,12 @@ class UNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
-        self.head = Head(D)
+        self.head = Head(D)  # after the loop, because it starts in its own way
 
     def run(self, blocks, x, positions, places=None):
         """Applies blocks to bytes x (B, N, D) at positions (N,), or tokens (T, D) at (B, M).
 
-        sample.py passes one position at a time: x (R, 1, D) at positions (1,).
+        sample.py passes one position at a time: x (B, 1, D) at positions (1,).
         """
         head_dim = self.config.embedding_dim // self.config.num_heads
         pair = torch.arange(0, head_dim, 2, device=x.device)
@@ -349,7 +349,7 @@ class UNet(nn.Module):
     def after_encoder(self, X, a):
         """X (B, N, D) and boundaries a (B, N) bool -> what the head reads, (B, N, D); eq. 3-9."""
         ends, reads, positions, places = token_layout(a)
-        selected = F.embedding(ends, X.flatten(0, 1))  # X' (T, D), eq. 3, 7-8
+        selected = F.embedding(ends, X.flatten(0, 1))  # X' (T, D), eq. 3, eq. 7, eq. 8
         tokens = self.run(self.middle, selected, positions, places)  # Y' (T, D), eq. 4
         return self.decode(self.upsample(X, tokens, reads))
 
@@ -364,26 +364,26 @@ class Model(UNet):
             self.early_head = copy.deepcopy(self.head)  # W_early, eq. 14
 
     def forward(self, x, y, u):
-        """x, y (B, N), uniforms u (B + R, N) -> logp, early_logp, l, a.
+        """x, y (B, N), uniforms u (B + K, N) -> logp, early_logp, l, a.
 
         x_0 is <bos>. logp_i is log p(y_i | x_0..x_i, a_0..a_i) in nats. Nothing at i depends on a
-        later byte or decision. The first R rows are drawn twice: logp, l and a (bool) are
-        (B + R, N), with the second draws at the end. These are there for their rewards, so their
+        later byte or decision. The first K rows are drawn twice: logp, l and a (bool) are
+        (B + K, N), with the second draws at the end. These are there for their rewards, so their
         logp has no gradient. early_logp (B, N) is the early exit's, or None without one.
         """
-        B, R = len(x), len(u) - len(x)
+        B, K = len(x), len(u) - len(x)
         X = self.encode(x)  # eq. 1
         table = self.policy(X)  # (B, N, 2^w): l for each history, eq. 21-23
-        table = torch.cat((table, table[:R]))
+        table = torch.cat((table, table[:K]))
         p = table.detach().sigmoid()  # eq. 20
         p[:, 0] = 1.0  # <bos> is a token, so that every byte has one to read from
         a, history = draw(p, u)  # eq. 2, 19
         l = table.gather(-1, history)[..., 0]
         logp = self.head(self.after_encoder(X, a[:B]), y)
         early_logp = self.early_head(X, y) if self.config.redrawn == 0 else None  # eq. 14
-        if R > 0:
+        if K > 0:
             with torch.no_grad():
-                second = self.after_encoder(X[:R], a[B:])
-                second = self.head(second, y[:R])
+                second = self.after_encoder(X[:K], a[B:])
+                second = self.head(second, y[:K])
             logp = torch.cat((logp, second))
         return logp, early_logp, l, a

@@ -24,7 +24,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import prepare
-from configurator import UserError, check, device_and_dtype, characters, marked, read_command_line, run, say
+from configurator import (
+    UserError, characters, check, device_and_dtype, marked, read_command_line, run, say)
 from experiments.systems import load_weights, make_model, read_checkpoint, save_checkpoint
 from model import BOS, Block, Head, Policy, token_layout
 
@@ -57,7 +58,7 @@ policy_window = 1  # w, eq. 21: each decision sees this many earlier decisions
 policy_scale = 16.0  # S, eq. 22
 policy_softcap = 5.0  # eq. 23: keeps p between 0.7% and 99.3%, in training only
 # loss
-redrawn = 1 / 2  # fraction of rows drawn twice, to compare the draws; 0: the paper's eq. 14-15, 17
+redrawn = 1 / 2  # fraction of a micro-batch's rows drawn twice; 0: the paper's eq. 14-15 and 17
 gamma = 0.97  # discount of later rewards, eq. 16; larger looks further ahead, with more noise
 lambda_pi = 1e-2  # weight of the policy loss, eq. 27
 lambda_target = 1e-2  # weight of L_tgt, which keeps the rate near its target
@@ -90,10 +91,12 @@ DEFAULTS = {key: value for key, value in globals().items()
 VAL_LINE = ("step {step} val {val_bpb:.3f} bits/byte, rate {val_rate:.3f} | "
             "{ends_between:.0%} of tokens end between words")
 LOG_LINE = ("step {step} {bytes:,} bytes | {bpb:.3f} bits/byte, rate {rate:.3f}, "
-            "{undecided:.0%} undecided | {bytes_per_second:,.0f} bytes/s, {minutes_left:.1f} min left")
+            "{undecided:.0%} undecided | {bytes_per_second:,.0f} bytes/s, "
+            "{minutes_left:.1f} min left")
 
 
-# ---- Losses. Log-likelihoods are in nats. logp, l, a and A are (B + R, N): second draws come last.
+# ---- Losses. Log-likelihoods are in nats. Of B rows, the first K are drawn twice; the second draws
+# stand at the end, so that logp, l, a and A are (B + K, N). Without second draws K is 0.
 # Where the paper sums over positions (eq. 18, 25, 26), these are means, as in the authors' code.
 def mean_over_processes(z):
     """Replaces a tensor by its mean over all processes. Every process must call this."""
@@ -124,8 +127,8 @@ def negative_log_pi(l, a):
 def policy_loss(l, a, A):
     """L_pi, eq. 18: the mean of -log pi(a_i) A_i. Position 0 is forced and adds nothing.
 
-    Its gradient estimates the second term of the gradient of eq. 10, eq. 13. L_auto's is the first,
-    eq. 12.
+    Minus its gradient estimates eq. 13, and minus L_auto's estimates eq. 12. Their sum is eq. 11,
+    the gradient of eq. 10.
     """
     return (negative_log_pi(l, a) * A)[..., 1:].sum() / l.numel()
 
@@ -147,7 +150,7 @@ def losses(logp, early_logp, l, a, hp):
         R = logp[: len(second)].detach() - second
         G = discounted_return(R, hp.gamma)
         drawn_once = torch.zeros_like(logp[len(second) : B])
-        A = torch.cat((G, drawn_once, -G))
+        A = torch.cat((G, drawn_once, -G))  # first draws of K rows, the other rows, second draws
     L_pi = policy_loss(l, a, A)
     # mean l needs no mean over processes, since gradients are averaged. Position 0 counts too.
     mean_p = mean_over_processes(l.detach().sigmoid().mean())
@@ -171,8 +174,9 @@ def row_order(seed, epoch, n):
 def micro_batches(shards, first_row, hp, rank, world, device):
     """This process's micro-batches of the training step that starts at row first_row of the run.
 
-    A list of (x, y, u): <bos> and the row's start (B, N), the row (B, N), uniforms (B + R, N) for
-    all draws. Rows and draws do not depend on the number of processes or micro-batches.
+    A list of (x, y, u): <bos> and the row's start (B, N), the row (B, N), uniforms (B + K, N) for
+    all draws. Rows and uniforms do not depend on the number of processes or micro-batches. The
+    first rows of each micro-batch are drawn twice.
     """
     full = len(shards[0])  # rows in every shard but the last
     n = sum(map(len, shards))
@@ -186,8 +190,8 @@ def micro_batches(shards, first_row, hp, rank, world, device):
     u = generator.random((2, hp.effective_batch_size, hp.seq_len), np.float32)
     first, second = torch.from_numpy(u[:, rank::world]).to(device)
     B = hp.batch_size
-    R = math.ceil(hp.redrawn * B)
-    u = [torch.cat((one, other[:R])) for one, other in zip(first.split(B), second.split(B))]
+    K = math.ceil(hp.redrawn * B)
+    u = [torch.cat((one, other[:K])) for one, other in zip(first.split(B), second.split(B))]
     return list(zip(x.split(B), y.split(B), u))
 
 
@@ -212,7 +216,8 @@ class Muon(torch.optim.Optimizer):
 
     The matrices of a group have one shape. The same as torch.optim.Muon with
     adjust_lr_fn="match_rms_adamw". We do not use that class: it always computes in bfloat16, which
-    is slow on a T4 and twenty times slower on CPUs without AVX512, and updates one matrix at a time.
+    is slow on a T4 and twenty times slower on CPUs without AVX512, and updates one matrix at a
+    time.
     """
 
     @torch.no_grad()
@@ -280,7 +285,7 @@ def training_step(model, batches, optimizers, fraction, scaler, autocast, hp):
                 optimizer.step()
     elif scaler.get_scale() <= 1:  # float16 starts far above 1, and the other dtypes stay at 1
         raise UserError("the gradient is not finite; use smaller learning rates")
-    scaler.update()  # float16: after a step that overflowed, which is left out, halves the scale
+    scaler.update()  # float16: halves the scale after an overflow, whose step was left out
     model.zero_grad()
     return terms, l, a, grad_norm
 
@@ -291,7 +296,8 @@ def evaluate(model, shards, hp, autocast):
     """Validation metrics, and (byte, a, p) for the bytes of a row, for printing.
 
     Rows and uniforms are the same every time. val_bpb is in bits per byte, val_stderr its standard
-    error over rows, and ends_between the fraction of tokens whose last character is neither a letter nor a digit.
+    error over rows, and ends_between the fraction of tokens whose last character is neither a
+    letter nor a digit.
     """
     rows = min(hp.eval_rows, sum(map(len, shards)))
     fixed = SimpleNamespace(**vars(hp) | {"seed": 0, "effective_batch_size": rows, "redrawn": 0})
@@ -382,7 +388,7 @@ def train(argv):
     if device == "cuda":
         gpu = int(os.environ.get("LOCAL_RANK", 0))
         if gpu >= torch.cuda.device_count():
-            raise UserError(f"there is no GPU number {gpu} here; start one process for each GPU")
+            raise UserError(f"there is no GPU number {gpu} here; start at most one process per GPU")
         torch.cuda.set_device(gpu)
     if world > 1:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
@@ -483,7 +489,7 @@ def train(argv):
             terms["rate"] = a.float().mean()
             terms["bpb"] = terms["auto"] / math.log(2)
             terms = {name: mean_over_processes(z.detach()).item() for name, z in terms.items()}
-            _, _, positions, places = token_layout(a > 0.5)
+            _, _, positions, places = token_layout(a > 0.5)  # gumbel's a is a float
             speed = step_bytes / np.mean(seconds)
             seconds.clear()
             if rank == 0:
@@ -524,8 +530,8 @@ def main(argv=None):
             handlers[number] = signal.signal(number, request_stop)
     try:
         train(argv)
-    except Exception:
-        if stop_signals:  # Ctrl-C ends the compiler as well, which is then an error
+    except RuntimeError:
+        if stop_signals:  # Ctrl-C ends the compiler as well, and torch complains
             raise KeyboardInterrupt from None
         raise
     finally:

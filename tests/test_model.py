@@ -212,7 +212,7 @@ def test_the_policy_and_the_early_head_teach_the_encoder(output):
     ([0.05, 0.2, 0.3, 0.9], 64, 160), ([0.2], 16, 16), ([0.0] * 2, 16, 16), ([1.0] * 2, 80, 80)])
 def test_the_middle_sees_a_rows_own_tokens_at_their_bytes_positions(rates, T, places, monkeypatch):
     """Each row alone, without fillers, its rotary angles from the bytes' numbers; and gradients."""
-    monkeypatch.setattr(m, "TOKEN_MULTIPLE", 8)
+    monkeypatch.setattr(m, "M_MULTIPLE", 8)
     model, u = small_model().eval(), torch.rand(4, 40, generator=torch.Generator().manual_seed(3))
     a = u[: len(rates)] < torch.tensor(rates)[:, None]
     a[:, 0] = True
@@ -255,7 +255,8 @@ def test_two_draws_of_a_row_are_two_passes_of_which_the_first_has_the_gradient()
     for output, one, other in zip((logp, l, a), first[:1] + first[2:], again[:1] + again[2:]):
         torch.testing.assert_close(output, torch.cat((one, other)))
     weight = model.head.linear.weight
-    gradients = [torch.autograd.grad(z.sum(), weight, retain_graph=True)[0] for z in (logp, first[0])]
+    gradients = [torch.autograd.grad(z.sum(), weight, retain_graph=True)[0]
+                 for z in (logp, first[0])]
     torch.testing.assert_close(*gradients)
     assert gradients[0].norm() > 1
     l[4:].sum().backward()

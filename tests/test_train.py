@@ -604,7 +604,8 @@ def test_processes_that_see_different_files_end_in_one_line(other, data, trained
         with open(folders[1] / "data/meta.json", "a") as file:
             file.write("\n")
     else:
-        train.main([f"--out_dir={folders[1]}/out", "--resume=True", f"--training_bytes={13 * STEP}"])
+        train.main([f"--out_dir={folders[1]}/out", "--resume=True",
+                    f"--training_bytes={13 * STEP}"])
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
