@@ -85,7 +85,7 @@ def policy_gradients(model, saved):
         # four draws of 16 rows
         logp, early_logp, l, a = model(x[:16].repeat(4, 1), y[:16].repeat(4, 1), u)
         if early_logp is None:
-            early_logp = torch.zeros_like(logp)
+            early_logp = 0 * logp
         logp, l, a = (z.unflatten(0, (4, 16)) for z in (logp, l, a))
         for gamma in GAMMAS:
             G = discounted_return(logp, gamma)
