@@ -27,7 +27,7 @@ RULES = [
     "embedding_dim % (2 * num_heads) == 0",
     "effective_batch_size % (batch_size * processes) == 0",
     "redrawn > 0 or system != 'learned' or batch_size * processes > 1",  # eq. 17 compares rows
-    "redrawn > 0 or lambda_early > 0",  # else the baseline is never trained
+    "redrawn > 0 or system != 'learned' or lambda_early > 0",  # else the baseline is never trained
     "dtype in ('auto', 'float32', 'bfloat16', 'float16')"]
 PALETTE = 33, 75, 110, 145, 186, 220, 226  # of a terminal's 256 colours, from blue to yellow
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) != "\n"}  # Unicode's pictures

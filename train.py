@@ -338,7 +338,7 @@ def check_compiler(device):
     try:
         torch.compile(torch.tanh)(torch.ones(8, device=device))
     except Exception as error:
-        lines = str(error).splitlines()
+        lines = str(error).splitlines() or [repr(error)]
         cause = next((line for line in lines if "error: " in line), lines[0])
         raise UserError(f"torch.compile failed: {cause}; use --compile=False") from error
 
