@@ -112,7 +112,7 @@ def test_the_rows_of_a_training_step_must_divide_over_all_processes(monkeypatch,
     ("--downsample_rate_target=1", "< 1 must hold, but seq_len=256, downsample_rate_target=1.0"),
     ("--downsample_rate_target=1/512", "downsample_rate_target=0.001953125"),
     ("--redrawn=0 --batch_size=1", "batch_size * processes > 1 must hold"),
-    ("--redrawn=0 --lambda_early=0", "must hold, but redrawn=0.0, lambda_early=0.0"),
+    ("--redrawn=0 --lambda_early=0", "but system='learned', redrawn=0.0, lambda_early=0.0"),
     ("--system=words", "system='words' must be one of learned, uniform"),
     ("--device=tpu", "device='tpu' must be auto or one that torch finds: ['cpu']"),
     ("--dtype=int8", "dtype in ('auto', 'float32', 'bfloat16', 'float16') must hold"),
@@ -148,6 +148,11 @@ def test_dtype_auto_is_what_the_machine_is_fast_at(
 def test_every_configuration_file_is_accepted():
     for path in (ROOT / "config").glob("[a-z]*.py"):
         check(SimpleNamespace(**train.DEFAULTS | read(path)))
+
+
+def test_what_only_the_early_exit_needs_is_not_asked_of_other_systems():
+    flags = "--system=uniform", "--redrawn=0", "--lambda_early=0", "--batch_size=1"
+    check(SimpleNamespace(**train.DEFAULTS | read(*flags)))
 
 
 def test_a_program_prints_a_mistake_on_one_line_and_keeps_other_tracebacks(tmp_path):

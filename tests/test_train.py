@@ -21,7 +21,7 @@ import train
 from configurator import UserError, read_command_line
 from conftest import ROOT, TINY, run
 from experiments.systems import load_checkpoint, make_model
-from model import BOS
+from model import BOS, UNet
 from prepare import open_shards
 from test_model import small_model, some_bytes, uniforms_for
 
@@ -413,7 +413,10 @@ def test_a_log_line_shows_the_loss_in_bits_and_the_speed_since_the_last_line(
 # ---- Stopping, resuming, and what is refused.
 def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(
         data, tmp_path, monkeypatch, capsys):
-    """In float16, which has a GradScaler; test_kill.py does it in float32."""
+    """In float16, which has a GradScaler, and with dropout; test_kill.py does it in float32."""
+    encode = UNet.encode
+    monkeypatch.setattr(
+        UNet, "encode", lambda model, x: F.dropout(encode(model, x), 0.1, model.training))
     flags = [*TINY, f"--data={data}", "--dtype=float16", f"--training_bytes={24 * STEP}"]
     train.main([*flags, f"--out_dir={tmp_path}/whole"])
     losses, calls = train.losses, itertools.count(1)
