@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 POSITIVE = """seq_len embedding_dim num_heads attention_window policy_scale policy_softcap
     training_bytes effective_batch_size batch_size learning_rate grad_clip log_interval
@@ -51,17 +52,22 @@ def run(main):
     """Runs a program. It exits with code 2 after a mistake or a failing disk, 130 after Ctrl-C."""
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's lacks it
         sys.stdout.reconfigure(errors="replace")
+    code = 0
     try:
         main()
-        say(end="")  # what the buffer still holds
     except BrokenPipeError:  # the reader, for example `head`, has seen enough
-        say(end="")
+        pass
     except KeyboardInterrupt:
-        sys.exit(130)
+        code = 130
     except (UserError, OSError) as error:
         message = printable(" ".join(str(error).split()))
         print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
+    say(end="")  # what the buffer still holds
+    if dist.is_initialized():
+        os._exit(code)  # a normal exit may abort, because gloo's threads outlive Python
+    if code:
+        sys.exit(code)
 
 
 def argument_parser(usage):

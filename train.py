@@ -26,6 +26,7 @@ import torch.nn.functional as F
 import prepare
 from configurator import (
     UserError, characters, check, device_and_dtype, marked, read_command_line, run, say)
+from experiments.muon import Muon
 from experiments.systems import load_weights, make_model, read_checkpoint, save_checkpoint
 from model import BOS, Block, Head, Policy, token_layout
 
@@ -146,11 +147,10 @@ def losses(logp, early_logp, l, a, hp):
         G = discounted_return(R, hp.gamma)  # eq. 16
         A = G - mean_over_processes(G.mean(0))  # eq. 17
     else:  # each of a row's two draws is the other's baseline (Kool, van Hoof & Welling, 2019)
-        second = logp[B:]
-        R = logp[: len(second)].detach() - second
+        K = len(logp) - B
+        R = logp[:K].detach() - logp[B:]
         G = discounted_return(R, hp.gamma)
-        drawn_once = torch.zeros_like(logp[len(second) : B])
-        A = torch.cat((G, drawn_once, -G))  # first draws of K rows, the other rows, second draws
+        A = torch.cat((G, torch.zeros_like(logp[K:B]), -G))  # 0: rows that are drawn once
     L_pi = policy_loss(l, a, A)
     # mean l needs no mean over processes, since gradients are averaged. Position 0 counts too.
     mean_p = mean_over_processes(l.detach().sigmoid().mean())
@@ -178,70 +178,30 @@ def micro_batches(shards, first_row, hp, rank, world, device):
     all draws. Rows and uniforms do not depend on the number of processes or micro-batches. The
     first rows of each micro-batch are drawn twice.
     """
-    full = len(shards[0])  # rows in every shard but the last
+    shard_rows = len(shards[0])  # in every shard but the last
     n = sum(map(len, shards))
     rows = []
     for i in range(first_row + rank, first_row + hp.effective_batch_size, world):
         number = row_order(hp.seed, i // n, n)[i % n]
-        rows.append(shards[number // full][number % full])
+        rows.append(shards[number // shard_rows][number % shard_rows])
     y = torch.from_numpy(np.stack(rows)).to(device).long()
     x = F.pad(y[:, :-1], (1, 0), value=BOS)
     generator = np.random.default_rng([hp.seed, 1, first_row])
     u = generator.random((2, hp.effective_batch_size, hp.seq_len), np.float32)
-    first, second = torch.from_numpy(u[:, rank::world]).to(device)
+    u = torch.from_numpy(u[:, rank::world]).to(device)  # for first draws, and for second ones
     B = hp.batch_size
     K = math.ceil(hp.redrawn * B)
-    u = [torch.cat((one, other[:K])) for one, other in zip(first.split(B), second.split(B))]
-    return list(zip(x.split(B), y.split(B), u))
+    batches = zip(x.split(B), y.split(B), u.split(B, dim=1))
+    return [(x, y, torch.cat((u[0], u[1, :K]))) for x, y, u in batches]
 
 
 # ---- Optimizers and the training step.
-def orthogonalized(G):
-    """Brings the singular values of each matrix in G (n, rows, columns) near 1.
-
-    It takes five Newton-Schulz iterations; see https://kellerjordan.github.io/posts/muon
-    """
-    if G.size(1) > G.size(2):
-        return orthogonalized(G.mT).mT  # so that X @ X.mT is the smaller product
-    X = F.normalize(G, dim=(1, 2), eps=1e-7)
-    for _ in range(5):
-        A = X @ X.mT
-        A = torch.baddbmm(A, A, A, beta=-4.775, alpha=2.0315)  # -4.775 A + 2.0315 A A
-        X = torch.baddbmm(X, A, X, beta=3.4445)  # 3.4445 X + A X
-    return X
-
-
-class Muon(torch.optim.Optimizer):
-    """Steps along the orthogonalized momentum of matrices; Jordan et al., 2024.
-
-    The matrices of a group have one shape. The same as torch.optim.Muon with
-    adjust_lr_fn="match_rms_adamw". We do not use that class: it always computes in bfloat16, which
-    is slow on a T4 and twenty times slower on CPUs without AVX512, and updates one matrix at a
-    time.
-    """
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            matrices = group["params"]
-            G = torch.stack([p.grad for p in matrices])
-            state = self.state[matrices[0]]
-            momentum = state.setdefault("momentum", torch.zeros_like(G))
-            momentum.lerp_(G, 0.05)
-            update = orthogonalized(G.lerp(momentum, 0.95))  # Nesterov momentum
-            size = 0.2 * max(matrices[0].shape) ** 0.5
-            for p, direction in zip(matrices, update):
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(direction, alpha=group["lr"] * size)
-
-
 def make_optimizers(model, hp):
     """A list: AdamW, and Muon for the matrices of the blocks unless muon_learning_rate is 0.
 
-    A group's "peak" is its peak learning rate. One dictionary holds the state of all parameters.
+    A group's "peak" is its peak learning rate.
     """
-    groups = []  # of AdamW, one for each parameter
-    matrices = {}  # of Muon, by shape
+    adamw, muon = [], []  # groups of parameters, and matrices
     for name, p in model.named_parameters():
         peak, decay = hp.learning_rate, hp.weight_decay
         if p.dim() < 2:
@@ -249,16 +209,14 @@ def make_optimizers(model, hp):
         elif name.startswith("policy."):
             peak, decay = hp.policy_learning_rate, 0
         elif hp.muon_learning_rate and name.startswith(("down.", "middle.", "up.")):
-            matrices.setdefault(p.shape, []).append(p)
+            muon.append(p)
             continue
-        groups.append({"params": p, "peak": peak, "weight_decay": decay})
-    adamw = torch.optim.AdamW(groups, fused=True)  # torch's defaults are the paper's betas
-    if not matrices:
-        return [adamw]
-    groups = [{"params": same_shape} for same_shape in matrices.values()]
-    muon = Muon(groups, {"peak": hp.muon_learning_rate, "weight_decay": hp.weight_decay})
-    muon.state = adamw.state
-    return [adamw, muon]
+        adamw.append({"params": p, "peak": peak, "weight_decay": decay})
+    optimizers = [torch.optim.AdamW(adamw, fused=True)]  # torch's defaults are the paper's betas
+    if muon:
+        values = {"peak": hp.muon_learning_rate, "weight_decay": hp.weight_decay}
+        optimizers.append(Muon(muon, values))
+    return optimizers
 
 
 def training_step(model, batches, optimizers, fraction, scaler, autocast, hp):
@@ -272,8 +230,7 @@ def training_step(model, batches, optimizers, fraction, scaler, autocast, hp):
         L, terms = losses(logp, early_logp, l, a, hp)
         scaler.scale(L / len(batches)).backward()
     for p in model.parameters():
-        if p.grad is not None:
-            mean_over_processes(p.grad)
+        mean_over_processes(p.grad)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
         for group in optimizer.param_groups:
@@ -293,35 +250,30 @@ def training_step(model, batches, optimizers, fraction, scaler, autocast, hp):
 # ---- Evaluation.
 @torch.no_grad()
 def evaluate(model, shards, hp, autocast):
-    """Validation metrics, and (byte, a, p) for the bytes of a row, for printing.
+    """Validation metrics. Rows and uniforms are the same every time.
 
-    Rows and uniforms are the same every time. val_bpb is in bits per byte, val_stderr its standard
-    error over rows, and ends_between the fraction of tokens whose last character is neither a
-    letter nor a digit.
+    val_bpb is in bits per byte, val_rate in tokens per byte. ends_between is the fraction of tokens
+    whose last character is neither a letter nor a digit. line has (byte, a, p) of a row's bytes.
     """
     rows = min(hp.eval_rows, sum(map(len, shards)))
     fixed = SimpleNamespace(**vars(hp) | {"seed": 0, "effective_batch_size": rows, "redrawn": 0})
-    device = model.embedding.weight.device
-    bits, texts = [], []
-    tokens = 0
+    nats = 0
+    shown = []  # (byte, a, p) of all bytes; <bos> is none
     model.eval()
-    for x, y, u in micro_batches(shards, 0, fixed, 0, 1, device):
+    for x, y, u in micro_batches(shards, 0, fixed, 0, 1, model.embedding.weight.device):
         with autocast:
             logp, _, l, a = model(x, y, u)
-        bits.append(-logp.mean(1) / math.log(2))  # of each row, per byte
-        tokens += a.sum().item()
-        for row in zip(x.tolist(), a.tolist(), l.sigmoid().tolist()):
-            texts.append(list(zip(*row))[1:])  # without <bos>
+        nats -= logp.sum().item()
+        columns = [z[:, 1:].flatten().tolist() for z in (x, a, l.sigmoid())]
+        shown += zip(*columns)
     model.train()
-    bits = torch.cat(bits)
-    ends = [character for text in texts for character, end, _ in characters(text) if end]
-    between = sum(not character.isalnum() for character in ends)
-    metrics = {
-        "val_bpb": bits.mean().item(),
-        "val_stderr": bits.std().item() / math.sqrt(rows),
+    tokens = rows + sum(a for _, a, _ in shown)  # <bos> is one
+    between = [not character.isalnum() for character, a, _ in characters(shown) if a]
+    return {
+        "val_bpb": nats / math.log(2) / (rows * hp.seq_len),
         "val_rate": tokens / (rows * hp.seq_len),
-        "ends_between": between / max(len(ends), 1)}
-    return metrics, texts[0]
+        "ends_between": sum(between) / max(len(between), 1),
+        "line": shown[: min(hp.seq_len - 1, 160)]}
 
 
 # ---- The program. hp holds the hyperparameters above, as changed by files and flags.
@@ -407,7 +359,7 @@ def train(argv):
         everyones = [None] * world
         dist.all_gather_object(everyones, mine)
         if everyones.count(mine) < world:
-            dist.destroy_process_group()  # gloo's threads may abort once Python has ended
+            dist.barrier()  # all of them say so
             raise UserError("the processes see different checkpoints or data; with several nodes, "
                             "put out_dir and data on a disk that all of them share")
 
@@ -420,13 +372,12 @@ def train(argv):
 
     # ---- optimizers
     optimizers = make_optimizers(model, hp)
-    moments = optimizers[0].state
     if saved:
-        if (hp.muon_learning_rate > 0) != (saved["config"]["muon_learning_rate"] > 0):
+        states = saved["optimizers"]
+        if len(states) != len(optimizers):
             raise UserError("muon_learning_rate cannot become or stop being 0 when a run resumes")
-        for name, p in model.named_parameters():  # by name, since flags or code may change groups
-            state = saved["optimizer"][name]
-            moments[p] = {key: value.to(device) for key, value in state.items()}
+        for optimizer, state in zip(optimizers, states):  # without groups: flags may change those
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         if saved["scaler"]:  # the saved run used float16
             scaler.load_state_dict(saved["scaler"])
 
@@ -451,18 +402,16 @@ def train(argv):
         stopping = mean_over_processes(stopping) > 0
         evaluating = finished or step % hp.eval_interval == 0 or step in early_steps
         if rank == 0 and evaluating and (step > first_step or not saved):
-            metrics, text = evaluate(model, val_shards, hp, autocast)
+            metrics = evaluate(model, val_shards, hp, autocast)
             if not math.isfinite(metrics["val_bpb"]):
                 raise UserError("the validation loss is not finite; use smaller learning rates")
-            record = {"step": step, "bytes": bytes_seen, **metrics, "line": text[:160]}
-            report(log, record, VAL_LINE)
-            say("".join(marked(text[:80])).replace("\n", "⏎"))
+            report(log, {"step": step, "bytes": bytes_seen, **metrics}, VAL_LINE)
+            say("".join(marked(metrics["line"][:80])).replace("\n", "⏎"))
         if rank == 0 and (evaluating or stopping) and step > first_step:
-            by_name = {name: moments[p] for name, p in model.named_parameters()}
+            states = [optimizer.state_dict()["state"] for optimizer in optimizers]
             save_checkpoint(checkpoint, {
-                "model": model.state_dict(), "optimizer": by_name,
-                "scaler": scaler.state_dict(), "config": vars(hp), "step": step,
-                "bytes_seen": bytes_seen, "log_bytes": os.path.getsize(log.name)})
+                "model": model.state_dict(), "optimizers": states, "scaler": scaler.state_dict(),
+                "config": vars(hp), "step": step, "bytes_seen": bytes_seen, "log_bytes": log.tell()})
         if finished or stopping:
             break
 
@@ -500,11 +449,10 @@ def train(argv):
                 report(log, record, LOG_LINE)
 
     if rank == 0:
-        more = "train.py --resume=True" if stopping and not finished else "sample.py"
-        say(f"ended after step {step}; go on with: python {more} --out_dir={checkpoint.parent}")
+        program = "sample.py" if finished else "train.py --resume=True"
+        say(f"ended after step {step}; go on with: python {program} --out_dir={hp.out_dir}")
     if world > 1:
-        dist.barrier()
-        os._exit(0)  # a normal exit may abort: gloo's threads can outlive Python
+        dist.barrier()  # the others still need this process's threads
 
 
 stop_signals = []  # Ctrl-C, schedulers and closed terminals add to it: the run saves and ends

@@ -3,17 +3,22 @@ Trains systems that place boundaries in different ways on the same rows, and com
 
     python -m experiments.compare --systems=learned,uniform,hnet --seeds=2 --training_bytes=20e6
     python -m experiments.compare --systems=learned,none config/x.py --gamma=0.9 --name=x
+    python -m experiments.compare --systems=learned,uniform --data=data/mine --name=sizes \\
+        --shape="--embedding_dim=64 --num_heads=1 --training_bytes=1e6" --shape=
 
-A system is a value of train.py's --system. The configuration file and all other flags go to
-train.py. Finished runs are not repeated, and stopped runs continue. Writes to
-experiments/results/NAME/, from all runs in its folder runs/:
+A system is a value of train.py's --system, and a shape is any flags of train.py. Each system trains
+in each shape. The configuration file and all other flags go to all runs. Finished runs are not
+repeated, and stopped runs continue. Writes to experiments/results/NAME/, from all runs in its
+folder runs/:
 
     evaluations.jsonl   one line per evaluation
     table.md            means over seeds of the last evaluations of finished runs
     loss.svg            bits per byte over FLOPs: the paper's Figures 3 and 4
+    sizes.svg           bits per byte over parameters, if there are several shapes
 """
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -99,7 +104,7 @@ def train_to_end(flags, out_dir):
         process.wait()  # Ctrl-C reaches train.py too, which then writes a checkpoint
 
 
-def train_all(planned, results, write_results):
+def train_all(planned, results):
     """Trains the planned runs, a list of (flags, out_dir), and writes their results after each."""
     for flags, out_dir in planned:
         check_unchanged(out_dir, hyperparameters(flags))
@@ -122,12 +127,10 @@ def read_log(path):
 
 
 def read_run(out_dir):
-    """A run's evaluations: a list of dictionaries, empty if there are none yet.
+    """A run's evaluations, a list of dictionaries.
 
     Adds the FLOPs of training that led to each, and the seconds, at the run's median speed.
     """
-    if not (out_dir / "ckpt.pt").exists():
-        return []
     model, saved = load_checkpoint(out_dir / "ckpt.pt")
     hp = SimpleNamespace(**saved["config"])
     parameters = sum(p.numel() for p in model.parameters())
@@ -162,63 +165,72 @@ def last_evaluations(runs):
     return [e for e in last if e["bytes"] >= e["training_bytes"]]
 
 
-def table_row(system, runs):
-    """The system's row of the table: means over the last evaluations of its finished runs."""
+def table_row(label, runs):
+    """A line of the table: means over the last evaluations of the finished ones of these runs."""
     last = last_evaluations(runs)
     seeds = f"{len(last)} of {len(runs)}"
     if not last:
-        return [system, seeds, *[""] * 7]
+        return [label, seeds, *[""] * 8]
 
     def mean(key):
         return statistics.mean(e[key] for e in last)
 
     return [
-        system,
+        label,
         seeds,
         f"{mean('val_bpb'):.4f}",
-        f"{mean('val_stderr'):.4f}",
         ", ".join(f"{e['val_bpb']:.3f}" for e in last),
         f"{mean('val_rate'):.3f}",
         f"{mean('ends_between'):.0%}",
+        f"{mean('parameters') / 1e6:.2f}M",
+        f"{mean('bytes') / 1e6:.1f}",
         f"{mean('flops'):.3g}",
         f"{mean('seconds') / 60:.1f}"]
 
 
-def draw_loss(runs, path):
-    """The paper's Figures 3 and 4: bits per byte over FLOPs, one line per run."""
+def draw(lines, xlabel, path):
+    """A figure of bits per byte, from {label: lines}. A line is a list of points (x, bits)."""
     _, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for (system, seeds), style in zip(runs.items(), plt.rcParams["axes.prop_cycle"]()):
-        for i, evaluations in enumerate(seeds):
-            flops = [e["paper_flops"] for e in evaluations]
-            bits = [e["val_bpb"] for e in evaluations]
-            label = None if i else system
-            axes.plot(flops, bits, **style, label=label, markersize=4)
-    axes.set(xscale="log", xlabel="training FLOPs, counted as in the paper",
-             ylabel="validation bits per byte")
+    for label, style in zip(lines, plt.rcParams["axes.prop_cycle"]()):
+        for i, points in enumerate(lines[label]):
+            axes.plot(*zip(*points), **style, label=None if i else label, markersize=4)
+    axes.set(xscale="log", xlabel=xlabel, ylabel="validation bits per byte")
     axes.tick_params("x", which="minor", labelsize=6)
     save_figure(axes, path)
 
 
 def write_results(results):
-    """Writes the table, the figure and all evaluations of the runs in the folder."""
-    runs = {}
-    for path in sorted(results.glob("runs/*-*")):
-        system, _, _ = path.name.rpartition("-")
-        runs.setdefault(system, []).append(read_run(path))
-    runs = {system: runs[system] for system in SYSTEMS if system in runs}
+    """Writes the table, the figures and all evaluations of the runs in the folder."""
+    folder = results / "runs"
+    runs = {}  # by label, which is the shape's name, if any, and the system
+    for checkpoint in sorted(folder.glob("**/ckpt.pt")):
+        label, _, _ = str(checkpoint.parent.relative_to(folder)).rpartition("-")
+        runs.setdefault(label, []).append(read_run(checkpoint.parent))
     evaluations = [e for seeds in runs.values() for run in seeds for e in run]
     write_jsonl(results / "evaluations.jsonl", evaluations)
-    head = ["system", "finished", "bits per byte", "standard error over rows", "each seed", "rate",
-            "tokens ending between words", "training FLOPs", "minutes"]
-    rows = [table_row(system, runs[system]) for system in runs]
-    write_table(results, head, rows)
-    draw_loss(runs, results / "loss.svg")
+    head = ["system", "finished", "bits per byte", "each seed", "rate", "tokens ending between words",
+            "parameters", "MB", "training FLOPs", "minutes"]
+    write_table(results, head, [table_row(label, seeds) for label, seeds in runs.items()])
+
+    during = {}  # training: bits over FLOPs
+    sizes = {}  # by system: bits at the end over parameters
+    for label, seeds in runs.items():
+        during[label] = [[(e["paper_flops"], e["val_bpb"]) for e in run] for run in seeds]
+        last = last_evaluations(seeds)
+        if last:
+            points = sizes.setdefault(last[0]["system"], {})
+            points[last[0]["parameters"]] = statistics.mean(e["val_bpb"] for e in last)
+    draw(during, "training FLOPs, counted as in the paper", results / "loss.svg")
+    if any(len(points) > 1 for points in sizes.values()):
+        lines = {system: [sorted(points.items())] for system, points in sizes.items()}
+        draw(lines, "parameters", results / "sizes.svg")
 
 
 def main(argv=None):
     parser = argument_parser(__doc__)
     add = parser.add_argument
     add("--systems", default="learned,uniform,random,whitespace,gumbel,hnet,none")
+    add("--shape", type=shlex.split, action="append", help="flags of train.py; may be repeated")
     add("--seeds", type=int, default=1, help="number of runs per system")
     add("--first_seed", type=int, default=1337)
     add("--name", default="try", help="folder of results")
@@ -226,10 +238,12 @@ def main(argv=None):
     results = RESULTS / options.name
     planned = []
     for seed in range(options.first_seed, options.first_seed + options.seeds):
-        for system in options.systems.split(","):
-            flags = [*others, f"--system={system}", f"--seed={seed}"]
-            planned.append((flags, results / "runs" / f"{system}-{seed}"))
-    train_all(planned, results, write_results)
+        for shape in options.shape or [[]]:
+            for system in options.systems.split(","):
+                folder = ",".join(flag.removeprefix("--") for flag in shape).replace("/", ":")
+                flags = [*others, *shape, f"--system={system}", f"--seed={seed}"]
+                planned.append((flags, results / "runs" / folder / f"{system}-{seed}"))
+    train_all(planned, results)
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def main(argv=None):
 
     results = RESULTS / options.name
     texts, shown, logs = {}, {}, {}  # by label
-    for path in map(Path, options.checkpoints or sorted(results.glob("runs/*/ckpt.pt"))):
+    for path in map(Path, options.checkpoints or sorted(results.glob("runs/**/ckpt.pt"))):
         model, saved = load_checkpoint(path)
         hp = saved["config"]
         row = open_shards(hp["data"], "val", hp["seq_len"])[0][0]

@@ -45,7 +45,7 @@ def executed_flops(model, B, T, M):
 
 
 def muon_flops(muon):
-    """FLOPs of a step of train.Muon: three matrix products per Newton-Schulz iteration."""
+    """FLOPs of a step of Muon: three matrix products per Newton-Schulz iteration."""
     flops = 0
     for group in muon.param_groups:
         for p in group["params"]:

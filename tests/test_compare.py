@@ -1,4 +1,4 @@
-"""experiments/compare.py, search.py, bench.py, and the FLOPs in measures.py."""
+"""experiments/compare.py, bench.py, and the FLOPs in measures.py."""
 import json
 import shutil
 import statistics
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import train
 from configurator import UserError, read_command_line
 from conftest import TINY
-from experiments import bench, compare, search
+from experiments import bench, compare
 from experiments.measures import executed_flops, flops_per_byte, muon_flops, paper_flops_per_byte
 from experiments.systems import SYSTEMS, Fixed, load_checkpoint, make_model
 from model import BOS, token_layout
@@ -76,16 +76,6 @@ def test_the_paper_counts_six_flops_per_matrix_parameter():
         6 * (before + policy + from_middle) + 2 * 0.25 * from_middle)
 
 
-@pytest.mark.parametrize("system", ["learned", "gumbel", "none"])
-def test_expected_flops_are_those_of_a_run(system, data, tmp_path):
-    """At the start of training, when learned boundaries are still at their target."""
-    flags = [*TINY, f"--data={data}", "--seq_len=64", "--n_mid_layers=4", f"--system={system}"]
-    train_here([*flags, "--training_bytes=8192", "--learning_rate=1e-9"], tmp_path)
-    last = compare.read_run(tmp_path)[-1]
-    expected = search.expected_flops_per_byte(compare.hyperparameters(flags))
-    assert expected == pytest.approx(last["flops"] / 8192, rel=0.05)
-
-
 def test_the_table_and_figure_show_means_and_costs(tmp_path, trained, monkeypatch):
     """In run i, byte m million costs m FLOPs, and ten times as many as the paper counts them."""
     figures = []
@@ -107,7 +97,7 @@ def test_the_table_and_figure_show_means_and_costs(tmp_path, trained, monkeypatc
                 records.append({"bytes": m * 1e6, "auto": 1.0, "rate": 10 * m, "T": m + 8, "M": 8,
                                 "bytes_per_second": speed})
             if m in (0, 2, 4):
-                records.append({"bytes": m * 1e6, "val_bpb": 3 - m / 4 + i, "val_stderr": i / 100,
+                records.append({"bytes": m * 1e6, "val_bpb": 3 - m / 4 + i,
                                 "val_rate": (1 + i) / 5, "ends_between": i / 4, "line": []})
         lines = [json.dumps(record) + "\n" for record in records]
         (folder / "log.jsonl").write_text("".join(lines))
@@ -115,10 +105,11 @@ def test_the_table_and_figure_show_means_and_costs(tmp_path, trained, monkeypatc
     compare.write_results(tmp_path)
     at_2, at_4 = 1e6 * (1 + 2), 1e6 * (1 + 2 + 3 + 4)
     learned, uniform = cells(tmp_path / "table.md")
-    assert learned == [
-        "learned", "2 of 2", "2.5000", "0.0050", "2.000, 3.000", "0.300", "12%", "1e+07", "6.7"]
-    assert uniform[:3] == ["uniform", "1 of 1", "4.0000"]
     evaluations = read_jsonl(tmp_path / "evaluations.jsonl")
+    size = f"{evaluations[0]['parameters'] / 1e6:.2f}M"
+    assert learned == [
+        "learned", "2 of 2", "2.5000", "2.000, 3.000", "0.300", "12%", size, "4.0", "1e+07", "6.7"]
+    assert uniform[:3] == ["uniform", "1 of 1", "4.0000"]
     assert [(e["system"], e["seed"]) for e in evaluations[::2]] == [
         ("learned", 1), ("learned", 2), ("uniform", 1)]
     assert [e["flops"] for e in evaluations] == pytest.approx([at_2, at_4] * 3)
@@ -137,7 +128,7 @@ def test_an_unfinished_run_is_a_row_without_numbers(tmp_path, trained):
     lines = (folder / "log.jsonl").read_text().splitlines(True)
     (folder / "log.jsonl").write_text("".join(lines[:-1]))
     compare.write_results(tmp_path)
-    assert cells(tmp_path / "table.md") == [["learned", "0 of 1"] + [""] * 7]
+    assert cells(tmp_path / "table.md") == [["learned", "0 of 1"] + [""] * 8]
 
 
 def test_a_new_rule_is_compared_once_it_is_in_SYSTEMS(data, tmp_path, monkeypatch):
@@ -150,7 +141,7 @@ def test_a_new_rule_is_compared_once_it_is_in_SYSTEMS(data, tmp_path, monkeypatc
     monkeypatch.setattr(compare, "train_to_end", train_here)
     flags = [*TINY, f"--data={data}", "--training_bytes=512", "--first_seed=7", "--seeds=2"]
     compare.main([*flags, "--systems=end-of-vowel,learned"])
-    learned, vowels = cells(tmp_path / "try/table.md")
+    vowels, learned = cells(tmp_path / "try/table.md")
     assert learned[:2] == ["learned", "2 of 2"]
     assert vowels[:2] == ["end-of-vowel", "2 of 2"]
     for seed in (7, 8):
@@ -166,9 +157,8 @@ def test_a_failed_run_does_not_end_a_comparison(data, tmp_path, monkeypatch, cap
     with pytest.raises(SystemExit):
         compare.main([*flags, "--systems=none,uniform"])
     assert capfd.readouterr().err.count("train.py: ") == 1
-    uniform, none = cells(results / "table.md")
+    [uniform] = cells(results / "table.md")
     assert uniform[:2] == ["uniform", "1 of 1"]
-    assert none[:3] == ["none", "0 of 1", ""]
 
     evaluations = (results / "evaluations.jsonl").read_text()
     compare.main([*flags, "--systems=uniform"])  # nothing left to train
@@ -180,33 +170,33 @@ def test_a_failed_run_does_not_end_a_comparison(data, tmp_path, monkeypatch, cap
         compare.main([*flags, "--systems=uniform"])
 
 
-def test_a_search_gives_systems_and_shapes_the_same_flops(data, tmp_path, monkeypatch):
+def test_every_system_trains_in_every_shape_and_a_figure_shows_the_sizes(
+        data, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(compare.plt, "close", figures.append)
+    monkeypatch.setattr(compare, "RESULTS", tmp_path)
     monkeypatch.setattr(compare, "train_to_end", train_here)
-    monkeypatch.setattr(search, "RESULTS", tmp_path)
-    flags = ["--name=x", "--systems=none,uniform", "--flops=1e9", "--shape=--n_mid_layers=2"]
-    search.main([*flags, *TINY, f"--data={data}", "--eval_interval=9999", "--seed=7"])
-    none, uniform = read_jsonl(tmp_path / "x/runs.jsonl")
-    assert [none["system"], uniform["system"]] == ["none", "uniform"]
-    assert none["seed"] == uniform["seed"] == 7
-    assert uniform["bytes"] > 1.3 * none["bytes"]
-    assert [none["flops"], uniform["flops"]] == pytest.approx([1e9, 1e9], rel=0.02)
-    assert "<!-- uniform -->" in (tmp_path / "x/flops.svg").read_text()  # its label
-    for run, row in zip((none, uniform), cells(tmp_path / "x/table.md")):
-        assert row == [
-            "1e+09", "n_mid_layers=2", f"{run['parameters'] / 1e6:.2f}M", run["system"], "1",
-            f"{run['bytes'] / 1e6:.1f}", f"{run['val_bpb']:.3f}"]
+    compare.main([*TINY, f"--data={data}", "--systems=none,uniform", "--training_bytes=512",
+                  "--shape=--n_mid_layers=3 --gamma=1/2", "--shape="])
+    evaluations = read_jsonl(tmp_path / "try/evaluations.jsonl")
+    last = [e for e in evaluations if e["bytes"] == 512]
+    deep = "n_mid_layers=3,gamma=1:2"
+    assert [row[0] for row in cells(tmp_path / "try/table.md")] == [
+        f"{deep}/none", f"{deep}/uniform", "none", "uniform"]
+    assert [e["system"] for e in last] == ["none", "uniform"] * 2
+    large, small = last[0]["parameters"], last[-1]["parameters"]
+    assert large > small
+    for line, of_large, of_small in zip(figures[-1].axes[0].lines, last[:2], last[2:]):
+        assert [*line.get_xdata()] == [small, large]
+        assert [*line.get_ydata()] == [of_small["val_bpb"], of_large["val_bpb"]]
 
 
 @pytest.mark.parametrize("flag, message", [
-    ("--flops=abc", "argument --flops: invalid budgets value: 'abc'"),
-    ("--flops=1", "training_bytes > 0 must hold"),
-    ("--flops=inf", "training_bytes must be of type int, got 'inf'"),
     ("--shape='", "argument --shape: invalid split value"),
-    ("--systems=no", "unknown system 'no'; choose from learned, uniform"),
-    ("--data=no/such", "no no/such/meta.json")])
-def test_mistakes_in_a_search_are_explained(data, flag, message):
+    ("--systems=no", "unknown system 'no'; choose from learned, uniform")])
+def test_mistakes_in_a_comparison_are_explained(flag, message):
     with pytest.raises(UserError, match=message):
-        search.main(["--name=x", "--systems=none", "--flops=1e9", *TINY, f"--data={data}", flag])
+        compare.main(["--name=x", "--systems=none", *TINY, flag])
 
 
 def test_bench_converts_seconds_into_speeds(monkeypatch, capsys):
