@@ -411,7 +411,8 @@ def train(argv):
             states = [optimizer.state_dict()["state"] for optimizer in optimizers]
             save_checkpoint(checkpoint, {
                 "model": model.state_dict(), "optimizers": states, "scaler": scaler.state_dict(),
-                "config": vars(hp), "step": step, "bytes_seen": bytes_seen, "log_bytes": log.tell()})
+                "config": vars(hp), "step": step, "bytes_seen": bytes_seen,
+                "log_bytes": os.path.getsize(log.name)})
         if finished or stopping:
             break
 

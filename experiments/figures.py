@@ -7,7 +7,6 @@ Draws what runs of compare.py or other checkpoints learned, or how a single run 
 
 The first two write these files into experiments/results/NAME/:
     boundaries.html, boundaries.svg  boundaries in the first validation row (Figures 2, 5-12)
-    undecided.svg                    how open the decisions are during training
 The third writes these beside the log:
     watch.html                       validation text at every evaluation, with a slider
     watch.svg                        its first characters near 0, 0.5 and 1 MB and at the end
@@ -16,11 +15,10 @@ import html
 import math
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 
 from configurator import UserError, argument_parser, characters, run
-from experiments.compare import RESULTS, read_log, save_figure
+from experiments.compare import RESULTS, read_log
 from experiments.page import as_html, cell, cell_colours, page, write
 from experiments.systems import load_checkpoint
 from prepare import open_shards
@@ -77,18 +75,6 @@ def picture(texts, columns):
 <style>{PICTURE_STYLE}</style>
 {svg}</svg>
 """
-
-
-def draw_undecided(logs, path):
-    """How open the decisions are during training, one line per run; logs {label: records}."""
-    _, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for label, records in logs.items():
-        steps = [record for record in records if "undecided" in record]
-        megabytes = [step["bytes"] / 1e6 for step in steps]
-        axes.plot(megabytes, [step["undecided"] for step in steps], marker="", label=label)
-    axes.set(xlabel="training bytes (MB)", ylabel="mean p (1 - p), relative to p = target",
-             ylim=(0, None))
-    save_figure(axes, path)
 
 
 # ---- How a run learned, from its evaluations.
@@ -165,7 +151,7 @@ def main(argv=None):
         return
 
     results = RESULTS / options.name
-    texts, shown, logs = {}, {}, {}  # by label
+    texts, shown = {}, {}  # by label
     for path in map(Path, options.checkpoints or sorted(results.glob("runs/**/ckpt.pt"))):
         model, saved = load_checkpoint(path)
         hp = saved["config"]
@@ -174,14 +160,12 @@ def main(argv=None):
         label = str(path.parent).removeprefix(f"{results}/runs/")
         texts[label] = list(scored(model, row.tobytes()))
         shown[label] = list(characters(step[:3] for step in texts[label]))
-        logs[label] = read_log(path.with_name("log.jsonl"))
     if not texts:
         raise UserError(f"there are no runs in {results}; make them with compare.py, or name "
                         "checkpoints")
     results.mkdir(parents=True, exist_ok=True)
     write(results / "boundaries.html", as_html(texts))
     write(results / "boundaries.svg", picture(shown, columns=100))
-    draw_undecided(logs, results / "undecided.svg")
 
 
 if __name__ == "__main__":

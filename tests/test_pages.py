@@ -4,13 +4,14 @@ import json
 import math
 import re
 import shutil
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from configurator import UserError
-from experiments import figures, page
+from experiments import figures, machine_code, page
 from experiments.systems import load_checkpoint
 from sample import scored
 
@@ -164,17 +165,34 @@ def test_the_picture_shows_evaluations_near_0_half_and_1_megabytes_and_the_last(
 def test_runs_are_drawn_on_the_first_validation_row(trained, data, tmp_path, monkeypatch):
     for run in "learned-7", "learned-8":
         shutil.copytree(trained, tmp_path / "x/runs" / run)
-    drawn = []
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    monkeypatch.setattr(figures, "save_figure", lambda axes, path: drawn.append(axes))
     figures.main(["--name=x"])
     made = (tmp_path / "x/boundaries.html").read_text(encoding="utf-8")
     assert re.findall("<h2>(.*?)</h2>", made) == ["learned-7", "learned-8"]
     row = (data / "val_00000.bin").read_bytes()[:32].decode()
     assert "".join(text for *_, text in cells(made)[1]) == row.replace("\n", "⏎\n")
     assert (tmp_path / "x/boundaries.svg").stat().st_size > 1000
-    log = (trained / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [record for record in map(json.loads, log) if "auto" in record]
-    for line in drawn[0].lines:
-        assert [*line.get_xdata()] == [step["bytes"] / 1e6 for step in steps]
-        assert [*line.get_ydata()] == [step["undecided"] for step in steps]
+
+
+def test_tokens_in_machine_code_are_counted_on_the_first_bytes_of_instructions(
+        tmp_path, monkeypatch, capsys):
+    """Two of three tokens end there, and two of four instructions have one."""
+    printed = ("\nx.text:     file format binary\n\n0000000000000000 <.data>:\n"
+               "       0:\t48 89 c7             \tmov    %rax,%rdi\n"
+               "       3:\tc3                   \tret\n"
+               "       4:\teb 00                \tjmp    0x6\n"
+               "       6:\tc3                   \tret\n")
+    code = b"H\x89\xc7\xc3\xeb\0\xc3"
+    steps = [(byte, place in (1, 3, 6), 0.5, 1.0) for place, byte in enumerate(code)]
+    monkeypatch.setattr(machine_code.subprocess, "run",
+                        lambda *_, **__: SimpleNamespace(stdout=printed))
+    monkeypatch.setattr(machine_code, "load_checkpoint", lambda path: (None, None))
+    monkeypatch.setattr(machine_code, "scored", lambda model, code: steps)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.text").write_bytes(code)
+    machine_code.main(["out/ckpt.pt", "x.text", "--start=1"])
+    assert "| out/ckpt.pt | 0.429 | 67% | 50% | 0.57 |" in capsys.readouterr().out
+    elements = list(ElementTree.parse(tmp_path / "machine_code.svg").getroot())
+    texts = [e.text for e in elements if e.tag.endswith("text")]
+    assert texts == ["c3", "ret", "eb", "00", "jmp    0x6"]
+    assert [e.get("d") for e in elements if e.get("class") == "end"] == ["M20 0h2v19h-2z"]
