@@ -120,18 +120,14 @@ def discounted_return(R, gamma):
     return G
 
 
-def negative_log_pi(l, a):
-    """-log pi(a) in nats, for decisions a with logits l."""
-    return F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")
-
-
 def policy_loss(l, a, A):
     """L_pi, eq. 18: the mean of -log pi(a_i) A_i. Position 0 is forced and adds nothing.
 
     Minus its gradient estimates eq. 13, and minus L_auto's estimates eq. 12. Their sum is eq. 11,
     the gradient of eq. 10.
     """
-    return (negative_log_pi(l, a) * A)[..., 1:].sum() / l.numel()
+    negative_log_pi = F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")
+    return (negative_log_pi * A)[..., 1:].sum() / l.numel()
 
 
 def losses(logp, early_logp, l, a, hp):
