@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import configurator
+import sample
 import train
 from configurator import UserError, check, read_command_line
 from conftest import ROOT, run
@@ -74,7 +75,7 @@ def test_a_tilde_that_the_shell_left_is_the_home_folder(tmp_path, monkeypatch):
         "out_dir": "/home/me/out", "system": "/home/me/a/ckpt.pt", "data": "/home/me/books"}
 
 
-@pytest.mark.parametrize("program, flag", [(train, "-h"), (train, "--help")])
+@pytest.mark.parametrize("program, flag", [(train, "-h"), (sample, "--help")])
 def test_help_lists_every_setting_with_its_default_and_comment(program, flag):
     out, _ = run(f"{program.__name__}.py", "--seed=2", flag)
     assert out.startswith(program.__doc__)
@@ -168,7 +169,7 @@ def test_a_program_prints_a_mistake_on_one_line_and_keeps_other_tracebacks(tmp_p
 def test_help_and_marks_are_shown_on_terminals_of_any_encoding(encoding, mark):
     marked = ("import configurator;"
               "print(*configurator.marked([(97, True, 0.5), (98, False, 0.5)]), sep='')")
-    for command, end in (["-c", marked], f"a{mark}b\n"), (["train.py", "--help"], "draws\n"):
+    for command, end in (["-c", marked], f"a{mark}b\n"), (["sample.py", "--help"], '> 0"""\n'):
         done = subprocess.run(
             [sys.executable, *command], cwd=ROOT, capture_output=True,
             env=os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0", "LC_ALL": "C",
