@@ -391,7 +391,6 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         run(main)
-        sys.exit(0)
     except SystemExit as end:
         say(end="")  # what --help printed
         if "datasets" in sys.modules and not hasattr(sys, "ps1"):  # ps1: a notebook, which goes on

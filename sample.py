@@ -10,20 +10,42 @@ boundary after that character: blue is low, yellow is high. README shows how to 
 in Python.
 """
 import math
-import os
 import sys
 import time
+from itertools import tee
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
-from configurator import UserError, argument_parser, device_and_dtype, marked, run
+from configurator import UserError, check, device_and_dtype, marked, read_command_line, run
 from experiments.systems import load_checkpoint
 from model import BOS, softcapped_attention
 
+# ---- Settings, which --key=value overrides, and what must hold for them. A flag is parsed as the
+# type of its default; where that is bytes, its text is taken as it is.
+DEFAULTS = dict(
+    out_dir="out",  # folder where train.py left ckpt.pt
+    start=b"",  # the text to continue
+    score="",  # or a file whose boundaries to show; - for stdin
+    text=b"",  # or a text whose boundaries to show
+    deterministic=False,  # True: draw nothing; a token of the given text ends where p > 1/2
+    num_samples=1,  # texts to generate
+    max_new_bytes=300,  # length of each text
+    temperature=0.8,  # below 1: likelier bytes; 0: always the likeliest
+    top_k=50,  # draw from this many likeliest bytes
+    seed=1337,  # of the draws
+    device="auto",  # "auto", "cpu", "cuda" or "mps"
+)
+RULES = """\
+num_samples > 0
+max_new_bytes > 0
+temperature >= 0
+top_k > 0"""
 
+
+# ---- Generation.
 class Cache:
     """Replaces Attention.attend during generation: keeps the keys and values of one layer.
 
@@ -128,6 +150,7 @@ def generate_without_cache(model, x, max_new_bytes, temperature, top_k):
         x = torch.cat((x, byte[:, None]), dim=1)
 
 
+# ---- Boundaries of a text.
 @torch.no_grad()
 def scored(model, text, deterministic=False):
     """Yields (byte, a, p, nats) for the bytes of a text, read in rows of seq_len bytes.
@@ -167,67 +190,46 @@ def tokens(model, text, deterministic=False):
             start = end
 
 
-def main(argv=None):
+# ---- The program.
+def main(argv):
     """Runs the command line. Raises UserError."""
-    parser = argument_parser(__doc__)
-    add = parser.add_argument
-    add("--out_dir", default="out", help="folder where train.py left ckpt.pt (%(default)s)")
-    given = parser.add_mutually_exclusive_group().add_argument
-    given("--start", default="", help="the text to continue")
-    given("--score", metavar="FILE", help="show the boundaries of this file, or of stdin: -")
-    given("--text", help="show the boundaries of this text")
-    add("--deterministic", action="store_true",
-        help="draw nothing: a token of the given text ends where p > 1/2")
-    add("--num_samples", type=int, default=1, help="texts to generate (%(default)s)")
-    add("--max_new_bytes", type=int, default=300, help="length of each text (%(default)s)")
-    add("--temperature", type=float, default=0.8,
-        help="below 1: likelier bytes; 0: always the likeliest (%(default)s)")
-    add("--top_k", type=int, default=50, help="draw from this many likeliest bytes (%(default)s)")
-    add("--seed", type=int, default=1337)
-    add("--device", default="auto", help="cpu, cuda or mps (%(default)s)")
-    options = parser.parse_args(argv)
-    for key in "num_samples", "max_new_bytes", "top_k":
-        if vars(options)[key] < 1:
-            raise UserError(f"--{key}={vars(options)[key]} must be at least 1")
-    if not 0 <= options.temperature < math.inf:
-        raise UserError(f"--temperature={options.temperature} must be at least 0")
+    chosen = read_command_line(argv, DEFAULTS)
+    given = [key for key in ("start", "score", "text") if key in chosen]
+    if len(given) > 1:
+        raise UserError(f"--{' and --'.join(given)} exclude each other; give one of them")
+    options = SimpleNamespace(**DEFAULTS | chosen)
+    check(options, rules=RULES)
     device, _ = device_and_dtype(options.device, "float32")
     model = load(options.out_dir).to(device)
-    text = None
+    text = options.text
     if options.score == "-":
         text = sys.stdin.buffer.read()
     elif options.score:
-        text = Path(options.score).expanduser().read_bytes()
-    elif options.text is not None:
-        text = os.fsencode(options.text)
-    if text == b"":
-        raise UserError("the given text is empty")
+        text = Path(options.score).read_bytes()
 
     torch.manual_seed(options.seed)
-    prompt = torch.tensor([[BOS, *os.fsencode(options.start)]], device=device)
+    if text:
+        streams = [scored(model, text, options.deterministic)]
+    elif "text" in chosen or "score" in chosen:
+        raise UserError("the given text is empty")
+    else:
+        prompt = torch.tensor([[BOS, *options.start]], device=device)
+        streams = [
+            generate(model, prompt, options.max_new_bytes, options.temperature, options.top_k)
+            for _ in range(options.num_samples)]
     started = time.perf_counter()
     steps = []
-
-    def kept(stream):
-        for byte, a, p, nats in stream:
-            steps.append((bool(a), float(nats)))
-            yield int(byte), bool(a), float(p)
-
-    for _ in range(1 if text else options.num_samples):
-        if text:
-            stream = scored(model, text, options.deterministic)
-        else:
-            stream = generate(
-                model, prompt, options.max_new_bytes, options.temperature, options.top_k)
-        for piece in marked(kept(stream)):
+    for stream in streams:
+        shown, again = tee(stream)
+        for piece in marked(shown):
             print(piece, end="", flush=True)
         print("\n" + "-" * 80)
+        steps += again
     seconds = time.perf_counter() - started
     n = len(steps)
-    ends = sum(a for a, _ in steps)
-    bits = sum(nats for _, nats in steps) / math.log(2)
-    print(f"{n} bytes, {ends} tokens, {n / max(ends, 1):.2f} bytes per token, "
-          f"{bits / n:.3f} bits per byte, {n / seconds:.0f} bytes per second")
+    _, ends, _, nats = (float(sum(column)) for column in zip(*steps))
+    print(f"{n} bytes, {ends:.0f} tokens, {n / max(ends, 1):.2f} bytes per token, "
+          f"{nats / n / math.log(2):.3f} bits per byte, {n / seconds:.0f} bytes per second")
 
 
 if __name__ == "__main__":

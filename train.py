@@ -85,6 +85,7 @@ dtype = "auto"  # "auto", "float32", "bfloat16" or "float16" (with a GradScaler;
 compile = True  # torch.compile the model
 seed = 1337  # of the weights, the order of rows and the draws
 
+# ---- Their names and values, and the lines of the log.
 DEFAULTS = {key: value for key, value in globals().items()
             if type(value) in (int, float, bool, str) and key[0].islower()}
 
@@ -460,14 +461,8 @@ def request_stop(number, _):
     signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the program at once
 
 
-def main(argv=None):
+def main(argv):
     """Trains as train.py does with these arguments. Raises UserError."""
-    argv = sys.argv[1:] if argv is None else argv
-    if "-h" in argv or "--help" in argv:
-        source = Path(__file__).read_text(encoding="utf-8")
-        hyperparameters = source[source.index("# ---- Hyper") : source.index("DEFAULTS")]
-        say(f"{__doc__}\n{hyperparameters}")
-        return
     stop_signals.clear()
     handlers = {}
     for number in {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGINT)}:

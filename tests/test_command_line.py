@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import configurator
+import sample
 import train
 from configurator import UserError, check, read_command_line
 from conftest import ROOT, run
@@ -53,7 +54,7 @@ def test_a_configuration_files_own_names_are_no_hyperparameters(tmp_path):
 @pytest.mark.parametrize("name, text, message", [
     ("a.yaml", "gamma: {a: 0.5", "cannot read the configuration file"),
     ("a.py", "gamma, seq_length = 0.5, 64", "'seq_length'; did you mean 'seq_len'?"),
-    ("a.py", "seq_length = None", "unknown hyperparameter 'seq_length'"),
+    ("a.py", "seq_length = None", "unknown name 'seq_length'"),
     ("a.py", "gamma: 0.5\n", "a.py' assigns no hyperparameters"),
     ("a.py", "import math\n_gamma = 0.5\n", "a.py' assigns no hyperparameters"),
     ("a.py", "gamma = 1 / 0", "a.py': division by zero"),
@@ -74,19 +75,18 @@ def test_a_tilde_that_the_shell_left_is_the_home_folder(tmp_path, monkeypatch):
         "out_dir": "/home/me/out", "system": "/home/me/a/ckpt.pt", "data": "/home/me/books"}
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_lists_every_hyperparameter_with_its_default_and_comment(flag, capsys):
-    train.main(["--gamma=0.5", flag])
-    out = capsys.readouterr().out
-    assert out.startswith(train.__doc__)
-    for key in train.DEFAULTS:
-        assert re.search(rf"^{key} = .+  # .+", out, re.MULTILINE)
+@pytest.mark.parametrize("program, flag", [(train, "-h"), (sample, "--help")])
+def test_help_lists_every_setting_with_its_default_and_comment(program, flag):
+    out, _ = run(f"{program.__name__}.py", "--seed=2", flag)
+    assert out.startswith(program.__doc__)
+    for key in program.DEFAULTS:
+        assert re.search(rf"^ *{key} ?= ?.+  # .+", out, re.MULTILINE)
 
 
 def test_the_rows_of_a_training_step_must_divide_over_all_processes(monkeypatch, error_of):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    message = "(batch_size * processes) == 0 must hold, but effective_batch_size=16, batch_size=4, "
-    assert message + "processes=3" in error_of("--batch_size=4")
+    message = "effective_batch_size=16, batch_size=4, processes=3 breaks the rule "
+    assert message + "effective_batch_size % (batch" in error_of("--batch_size=4")
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -97,25 +97,26 @@ def test_the_rows_of_a_training_step_must_divide_over_all_processes(monkeypatch,
     ("no/such/config.py", "cannot read the configuration file 'no/such/config.py'"),
     ("--seq_len=many", "seq_len must be of type int, got 'many'"),
     ("--seq_len=2.5", "seq_len must be of type int, got '2.5'"),
+    ("--seed=True", "seed must be of type int, got 'True'"),
     ("--compile=1", "compile must be of type bool, got '1'"),
     ("--learning_rate=1e400", "got '1e400'"),
     ("--learning_rate=nan", "got 'nan'"),
     ("--learning_rate=1/0", "got '1/0'"),
-    ("--learning_rate=1e-999999999", "learning_rate > 0 must hold, but learning_rate=0.0"),
-    ("--log_interval=0", "log_interval > 0 must hold, but log_interval=0"),
-    ("--gamma=1.5", "gamma <= 1 must hold, but gamma=1.5"),
-    ("--redrawn=2", "redrawn <= 1 must hold, but redrawn=2.0"),
-    ("--seed=-1", "seed >= 0 must hold, but seed=-1"),
-    ("--eval_rows=1", "eval_rows >= 2 must hold, but eval_rows=1"),
-    ("--policy_window=13", "policy_window <= 12 must hold, but policy_window=13"),
-    ("--embedding_dim=128 --num_heads=3", "must hold, but embedding_dim=128, num_heads=3"),
-    ("--downsample_rate_target=1", "< 1 must hold, but seq_len=256, downsample_rate_target=1.0"),
+    ("--learning_rate=1e-999999999", "learning_rate=0.0 breaks the rule learning_rate > 0"),
+    ("--log_interval=0", "log_interval=0 breaks the rule log_interval > 0"),
+    ("--gamma=1.5", "gamma=1.5 breaks the rule 0 <= gamma <= 1"),
+    ("--redrawn=2", "redrawn=2.0 breaks the rule 0 <= redrawn <= 1"),
+    ("--seed=-1", "seed=-1 breaks the rule seed >= 0"),
+    ("--eval_rows=0", "eval_rows=0 breaks the rule eval_rows > 0"),
+    ("--policy_window=13", "policy_window=13 breaks the rule 0 <= policy_window <= 12  # the draw"),
+    ("--embedding_dim=128 --num_heads=3", "embedding_dim=128, num_heads=3 breaks the rule"),
+    ("--downsample_rate_target=1", "seq_len=256, downsample_rate_target=1.0 breaks"),
     ("--downsample_rate_target=1/512", "downsample_rate_target=0.001953125"),
-    ("--redrawn=0 --batch_size=1", "batch_size * processes > 1 must hold"),
-    ("--redrawn=0 --lambda_early=0", "but system='learned', redrawn=0.0, lambda_early=0.0"),
+    ("--redrawn=0 --batch_size=1", "processes=1 breaks the rule redrawn > 0 or"),
+    ("--redrawn=0 --lambda_early=0", "redrawn=0.0, lambda_early=0.0 breaks the rule"),
     ("--system=words", "system='words' must be one of learned, uniform"),
     ("--device=tpu", "device='tpu' must be auto or one that torch finds: ['cpu']"),
-    ("--dtype=int8", "dtype in ('auto', 'float32', 'bfloat16', 'float16') must hold"),
+    ("--dtype=int8", "dtype='int8' breaks the rule dtype in ('auto', 'float32', "),
     ("--system=no/such/ckpt.pt", "no checkpoint no/such/ckpt.pt"),
     ("--data=no/such/data", "no no/such/data/meta.json; make the data first"),
     ("--seq_len=5000", "seq_len=5000 does not divide the 64 bytes of a row"),
@@ -126,20 +127,20 @@ def test_a_mistake_is_explained(arguments, message, data, error_of):
 
 
 def test_a_notebooks_output_will_do():
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        configurator.run(lambda: print("done"))
-    assert out.getvalue() == "done\n"
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as end:
+        configurator.run(lambda argv: print("done"))
+    assert out.getvalue() == "done\n" and end.value.code == 0
 
 
-@pytest.mark.parametrize("device, capability, bfloat16_cpu, expected", [
-    ("cuda", (8, 0), False, "bfloat16"), ("cuda", (7, 5), True, "float16"),
-    ("cpu", None, True, "bfloat16"), ("cpu", None, False, "float32"),
-    ("mps", None, True, "float32")])
+@pytest.mark.parametrize("device, bfloat16_gpu, bfloat16_cpu, expected", [
+    ("cuda", True, False, "bfloat16"), ("cuda", False, True, "float16"),
+    ("cpu", False, True, "bfloat16"), ("cpu", False, False, "float32"),
+    ("mps", False, False, "float32")])
 def test_dtype_auto_is_what_the_machine_is_fast_at(
-        device, capability, bfloat16_cpu, expected, monkeypatch):
+        device, bfloat16_gpu, bfloat16_cpu, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     monkeypatch.setattr(torch.mps, "is_available", lambda: device == "mps")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: bfloat16_gpu)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": bfloat16_cpu})
     assert configurator.device_and_dtype("auto", "auto") == (device, expected)
     assert configurator.device_and_dtype("cpu", "float16") == ("cpu", "float16")
@@ -157,8 +158,8 @@ def test_what_only_the_early_exit_needs_is_not_asked_of_other_systems():
 
 def test_a_program_prints_a_mistake_on_one_line_and_keeps_other_tracebacks(tmp_path):
     _, error = run("train.py", "--\x1b[31m=\n", f"--out_dir={tmp_path}", code=2)
-    assert error == "train.py: unknown hyperparameter '␛[31m'; did you mean 'gamma'?\n"
-    program = "import configurator; configurator.run(lambda: int('x'))"
+    assert error == "train.py: unknown name '␛[31m'; did you mean 'gamma'?\n"
+    program = "import configurator; configurator.run(lambda argv: int('x'))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
@@ -166,14 +167,15 @@ def test_a_program_prints_a_mistake_on_one_line_and_keeps_other_tracebacks(tmp_p
 
 @pytest.mark.parametrize("encoding, mark", [("utf-8", "│"), ("ascii", "|"), ("cp1252", "|")])
 def test_help_and_marks_are_shown_on_terminals_of_any_encoding(encoding, mark):
-    program = ("import configurator, train; train.main(['--help']);"
-               "print(''.join(configurator.marked([(97, True, 0.5), (98, False, 0.5)])))")
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True,
-        env=os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0", "LC_ALL": "C",
-                          "PYTHONCOERCECLOCALE": "0"})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.decode(encoding).endswith(f"\na{mark}b\n")
+    marked = ("import configurator;"
+              "print(*configurator.marked([(97, True, 0.5), (98, False, 0.5)]), sep='')")
+    for command, end in (["-c", marked], f"a{mark}b\n"), (["sample.py", "--help"], '> 0"""\n'):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, capture_output=True,
+            env=os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0", "LC_ALL": "C",
+                              "PYTHONCOERCECLOCALE": "0"})
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.decode(encoding).rstrip().endswith(end.rstrip())
 
 
 @pytest.mark.parametrize("command", ["train.py --help", "prepare.py --help", "sample.py --help"])

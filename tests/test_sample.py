@@ -80,6 +80,7 @@ def test_bytes_that_are_not_utf8_are_shown_as_such():
         ("a", False, 0), ("\ufffd", True, 0.01), ("b", False, 0.02), ("\ufffd", False, 0.03),
         ("\ufffd", True, 0.05)]
     assert shown(b"\xe2\x82\xc3\xa9", {2}) == [("\ufffd", False, 0.01), ("é", True, 0.03)]
+    assert shown("é".encode() + b"\x80", {1}) == [("é", True, 0.01), ("\ufffd", False, 0.02)]
 
 
 def test_valid_characters_are_shown_as_they_are_and_control_characters_as_pictures():
@@ -109,10 +110,10 @@ def test_the_flags_reach_generation_and_the_last_line_sums_up(trained, monkeypat
             yield torch.tensor([97]), a, torch.tensor([0.5]), torch.tensor([3 * math.log(2)])
 
     monkeypatch.setattr(sample, "generate", generate)
-    sample.main(["--start= é ", "--num_samples=2", "--max_new_bytes=7", "--temperature=0.3",
+    sample.main(["--start=~/é\udcff ", "--num_samples=2", "--max_new_bytes=7", "--temperature=0.3",
                  "--top_k=9", "--seed=11", f"--out_dir={trained}"])
     torch.manual_seed(11)
-    prompt = [[BOS, *" é ".encode()]]
+    prompt = [[BOS, *"~/é".encode(), 255, 32]]  # neither expanded nor decoded
     assert asked == [(prompt, 7, 0.3, 9, torch.rand(()).item()) for _ in range(2)]
     out = capsys.readouterr().out
     assert out.startswith("a│aaa│aa\n---")
@@ -164,7 +165,7 @@ def test_the_tokens_of_a_text_are_its_bytes_cut_at_the_boundaries():
 def test_bytes_are_scored_as_they_are(trained, tmp_path, capsys):
     """Line ends of Windows and invalid bytes are not translated."""
     (tmp_path / "text").write_bytes(b"a\r\n\xff")
-    sample.main([f"--out_dir={trained}", f"--score={tmp_path}/text", "--deterministic"])
+    sample.main([f"--out_dir={trained}", f"--score={tmp_path}/text", "--deterministic=True"])
     out = capsys.readouterr().out.replace("│", "")
     assert out.startswith("a␍\n\ufffd\n---")
     assert "\n4 bytes, " in out
@@ -190,12 +191,15 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(trained):
 @pytest.mark.parametrize("arguments, message", [
     (["--out_dir=no/such"], "there is no checkpoint no/such/ckpt.pt"),
     (["--out_dir={trained}", "--score={tmp}/empty"], "the given text is empty"),
-    (["--temperature=-1"], "-1"),
+    (["--temperature=-1"], "temperature=-1.0 breaks the rule temperature >= 0"),
+    (["--temperature=nan"], "temperature must be of type float, got 'nan'"),
+    (["--out_dir={trained}", "--text="], "the given text is empty"),
+    (["--score=a", "--start=b"], "--start and --score exclude each other; give one of them"),
     (["--out_dir={trained}", "--device=nonsense"], "nonsense"),
     (["--out_dir={trained}", "--device=mps"], "device='mps' must be auto or one that torch finds"),
-    (["--max_new_bytes=0"], "--max_new_bytes=0 must be at least 1"),
-    (["--top_k=0"], "--top_k=0 must be at least 1"),
-    (["--num_samples=x"], "invalid int value: 'x'"),
+    (["--max_new_bytes=0"], "max_new_bytes=0 breaks the rule max_new_bytes > 0"),
+    (["--top_k=0"], "top_k=0 breaks the rule top_k > 0"),
+    (["--num_samples=x"], "num_samples must be of type int, got 'x'"),
 ])
 def test_a_mistake_on_the_command_line_is_explained(arguments, message, trained, tmp_path):
     (tmp_path / "empty").write_bytes(b"")
