@@ -277,7 +277,7 @@ def token_layout(a):
 
 # ---- The model.
 class Head(nn.Module):
-    """Predicts the next byte from one vector per byte; eq. 6, 14. Norm and soft-cap are Gemma 2's."""
+    """Predicts the next byte from a vector per byte; eq. 6, 14. Norm and soft-cap are Gemma's."""
 
     def __init__(self, dim):
         super().__init__()

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import signal
-import sys
 import time
 from functools import lru_cache
 from pathlib import Path

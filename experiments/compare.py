@@ -208,8 +208,8 @@ def write_results(results):
         runs.setdefault(label, []).append(read_run(checkpoint.parent))
     evaluations = [e for seeds in runs.values() for run in seeds for e in run]
     write_jsonl(results / "evaluations.jsonl", evaluations)
-    head = ["system", "finished", "bits per byte", "each seed", "rate", "tokens ending between words",
-            "parameters", "MB", "training FLOPs", "minutes"]
+    head = ["system", "finished", "bits per byte", "each seed", "rate",
+            "tokens ending between words", "parameters", "MB", "training FLOPs", "minutes"]
     write_table(results, head, [table_row(label, seeds) for label, seeds in runs.items()])
 
     during = {}  # training: bits over FLOPs

@@ -1,7 +1,6 @@
 """experiments/compare.py, bench.py, and the FLOPs in measures.py."""
 import json
 import shutil
-import statistics
 from types import SimpleNamespace
 
 import pytest

@@ -360,8 +360,9 @@ def test_the_metrics_of_an_evaluation_are_those_of_a_plain_count(data):
         logp, _, l, a = model(x, y, torch.from_numpy(row_u)[None])
         decisions = a[0].tolist()
         if not bits:
-            assert metrics.pop("line") == [(byte, decision, pytest.approx(q, rel=1e-4)) for byte, decision, q in
-                             zip(row[:-1], decisions[1:], l[0, 1:].sigmoid().tolist())]
+            assert metrics.pop("line") == [
+                (byte, decision, pytest.approx(q, rel=1e-4)) for byte, decision, q in
+                zip(row[:-1], decisions[1:], l[0, 1:].sigmoid().tolist())]
         bits.append(-logp[0].sum().item() / math.log(2) / 32)
         tokens += sum(decisions)
         ends += [chr(byte) for byte, end in zip(row[:-1], decisions[1:]) if end]
