@@ -3,7 +3,7 @@ A byte-level language model that learns where its tokens end.
 "You Can Learn Tokenization End-to-End with Reinforcement Learning", arXiv 2602.13940.
 
 The parts are in the order in which data flows through them. UNet puts them together for given
-boundaries; Model, at the end, draws the boundaries. `# eq. n` is the paper's equation n. The names
+boundaries; Model, at the end, draws the boundaries. `# eq. n` is the paper's equation n. Most names
 are the paper's too:
 
     x  bytes, x_0 = <bos>                      (B, N)      X   byte representations       (B, N, D)
@@ -12,7 +12,7 @@ are the paper's too:
     y  the byte to predict, y_i = x_{i+1}      (B, N)      Y   handed back to the bytes   (B, N, D)
 
 B rows, N bytes in a row, D = embedding_dim; T tokens in the batch, M in its longest row, both
-rounded up; w = policy_window; K rows that are drawn twice.
+rounded up; w = policy_window. The boundaries of K rows are drawn twice (our addition).
 """
 import copy
 import math
@@ -28,7 +28,10 @@ VOCAB_SIZE = 257
 
 @dataclass
 class ModelConfig:
-    """The hyperparameters in train.py that models need; train.py says what they mean."""
+    """The hyperparameters in train.py that models need; train.py says what they mean.
+
+    Only experiments/systems.py reads system and seq_len.
+    """
 
     system: str
     seq_len: int
@@ -127,26 +130,26 @@ class Attention(nn.Module):
         M = q.size(2)
         if torch.compiler.is_compiling():  # tells the compiler what it cannot infer about M
             torch._check(M % M_MULTIPLE == 0)  # so a GPU loads several scores at once
-            if M <= 1024:  # gives a second graph, whose softmax fits into registers
+            if M <= 1024:  # the branch gives a second graph, whose softmax fits into registers
                 torch._check(M <= 1024)
         i = torch.arange(M, device=q.device)
         return softcapped_attention(q, k, v, i <= i[:, None])
 
-    def forward(self, x, cos, sin, places=None):
-        """x is (B, N, D) for bytes, or (T, D) for tokens, whose `places` are in rows (B, M)."""
+    def forward(self, x, cos, sin, slots=None):
+        """x is (B, N, D) for bytes, or (T, D) for tokens; slots are token_layout's."""
         qkv = self.qkv(x)
-        if places is not None:  # put the tokens into rows, with zeros where there is none
+        if slots is not None:  # put the tokens into rows (B, M), with zeros in empty slots
             B, M = cos.shape[:2]
             rows = qkv.new_zeros(B * M, qkv.size(-1))
-            qkv = rows.index_copy(0, places, qkv).view(B, M, -1)
+            qkv = rows.index_copy(0, slots, qkv).view(B, M, -1)
         qkv = qkv.unflatten(-1, (3, self.num_heads, -1))
         q, k, v = qkv.unbind(-3)  # (B, N, heads, head_dim)
         q = rotate(q, cos, sin).transpose(1, 2)  # (B, heads, N, head_dim)
         k = rotate(k, cos, sin).transpose(1, 2)
         y = self.attend(q, k, v.transpose(1, 2))
         y = y.transpose(1, 2).flatten(-2)  # (B, N, D)
-        if places is not None:
-            y = F.embedding(places, y.flatten(0, 1))  # (T, D)
+        if slots is not None:
+            y = F.embedding(slots, y.flatten(0, 1))  # y[slots], (T, D), with a faster gradient
         return self.out(y)
 
 
@@ -175,8 +178,8 @@ class Block(nn.Module):
         self.mlp = GeGLU(dim, hidden_dim)
         self.norm4 = RMSNorm(dim)
 
-    def forward(self, x, cos, sin, places=None):
-        x = x + self.norm2(self.attention(self.norm1(x), cos, sin, places))
+    def forward(self, x, cos, sin, slots=None):
+        x = x + self.norm2(self.attention(self.norm1(x), cos, sin, slots))
         return x + self.norm4(self.mlp(self.norm3(x)))
 
 
@@ -184,13 +187,13 @@ class Block(nn.Module):
 class Policy(nn.Module):
     """The logit of "a token ends here" after every possible history of w decisions; eq. 21-23.
 
-    Nothing else looks inside: replace it freely if the logits at i depend on X_i alone.
+    Replace it as you like, as long as the logits at i depend on X_i alone.
     """
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.norm = RMSNorm(config.embedding_dim)  # our choice, as is the start at 0
+        self.norm = RMSNorm(config.embedding_dim)  # our choice, as is the initialization
         self.linear = nn.Linear(config.embedding_dim, 1 + config.policy_window, bias=False)
         nn.init.zeros_(self.linear.weight)  # p starts at the target
 
@@ -198,7 +201,7 @@ class Policy(nn.Module):
         """X (B, N, D) -> (B, N, 2^w), float32. Bit j-1 of a history is the decision a_{i-j}."""
         c = self.config
         with torch.autocast(X.device.type, enabled=False):
-            z = self.linear(self.norm(X).float()) / c.policy_scale  # W_0 X_i / S, ..., W_w X_i / S
+            z = self.linear(self.norm(X).float()) / c.policy_scale  # (W_0 X_i, ..., W_w X_i) / S
         l = z[..., :1] + math.log(c.downsample_rate_target / (1 - c.downsample_rate_target))
         for j in range(1, 1 + c.policy_window):
             l = torch.cat((l, l + z[..., j : j + 1]), dim=-1)  # a_{i-j} = 0, then a_{i-j} = 1
@@ -230,7 +233,7 @@ def draw(p, u):
         levels.append(after)
         first = after[..., ::2, :]
         second = after[..., 1::2, :]
-        after = second.gather(-1, first)  # the second after the first
+        after = second.gather(-1, first)  # first, then second
     history = after.new_zeros(after.shape[:-1])  # (B, 1): no boundaries before the row
     for table in reversed(levels):
         first = table[..., ::2, :]
@@ -240,7 +243,7 @@ def draw(p, u):
     return decision.gather(-1, history)[..., 0], history
 
 
-# ---- Select: where the tokens of all rows lie. F.embedding(i, Z) is Z[i], with a faster gradient.
+# ---- Downsample: where the tokens of all rows lie.
 M_MULTIPLE = 16 if torch.cuda.is_available() else 8  # pad M to a multiple: aligned loads
 T_MULTIPLE = 64  # pad T likewise, at most to B * M: products with odd sizes are slow
 
@@ -248,12 +251,12 @@ T_MULTIPLE = 64  # pad T likewise, at most to B * M: products with odd sizes are
 def token_layout(a):
     """Index tensors that pack the tokens of all rows end to end, for boundaries a (B, N) bool.
 
-    a[:, 0] must be True. All are int64:
+    a[:, 0] must be True, so that every byte has a token of its own row to read. All are int64:
 
-        ends (T,)         the byte where each token ends, counted through all rows
+        ends (T,)         the byte where each token ends, an index into the B * N bytes
         reads (B, N)      the token that each byte reads: the last one that ends at or before it
-        positions (B, M)  the position of each token of a row, which is that of its last byte
-        places (T,)       the place of each token among the B * M places of positions
+        positions (B, M)  the position of each token of a row: its last byte's (our choice)
+        slots (T,)        where each token lies among the B * M slots of positions
 
     T is rounded up with filler tokens of byte 0. They lie after their row's own tokens, where
     causal attention hides them, and no byte reads them.
@@ -264,15 +267,15 @@ def token_layout(a):
     count = a.sum(1, keepdim=True)
     M = math.ceil(int(count.max()) / M_MULTIPLE) * M_MULTIPLE
     used = torch.arange(M, device=a.device) < count  # (B, M)
-    used = used.flatten()  # the places that hold a token
+    used = used.flatten()  # which slots hold a token
     T = math.ceil(len(ends) / T_MULTIPLE) * T_MULTIPLE
     T = min(T, len(used))
-    places = torch.cat((used.nonzero(), (~used).nonzero()))  # the fillers' come last
-    places = places[:T, 0]
+    slots = torch.cat((used.nonzero(), (~used).nonzero()))  # the fillers' come last
+    slots = slots[:T, 0]
     ends = F.pad(ends, (0, T - len(ends)))
     positions = ends.new_zeros(len(used))
-    positions[places] = ends % a.size(1)
-    return ends, reads, positions.view(-1, M), places
+    positions[slots] = ends % a.size(1)
+    return ends, reads, positions.view(-1, M), slots
 
 
 # ---- The model.
@@ -314,9 +317,9 @@ class UNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
-        self.head = Head(D)  # after the loop, because it starts in its own way
+        self.head = Head(D)  # after the loop, because it has its own initialization
 
-    def run(self, blocks, x, positions, places=None):
+    def run(self, blocks, x, positions, slots=None):
         """Applies blocks to bytes x (B, N, D) at positions (N,), or tokens (T, D) at (B, M).
 
         sample.py passes one position at a time: x (B, 1, D) at positions (1,).
@@ -327,7 +330,7 @@ class UNet(nn.Module):
         angle = positions[..., None, None] * frequency
         cos, sin = angle.cos(), angle.sin()  # (..., 1, head_dim / 2)
         for block in blocks:
-            x = block(x, cos, sin, places)
+            x = block(x, cos, sin, slots)
         return x
 
     def encode(self, x):
@@ -340,7 +343,7 @@ class UNet(nn.Module):
 
         X (B, N, D), tokens Y' (T, D), reads (B, N): the token that each byte reads.
         """
-        return X + F.embedding(reads, tokens)  # eq. 9 as written: Y', not Y' - X'
+        return X + F.embedding(reads, tokens)  # eq. 9; the authors' code adds Y' - X'
 
     def decode(self, Y):
         """Y (B, N, D) -> what the head reads, (B, N, D); eq. 6."""
@@ -348,9 +351,9 @@ class UNet(nn.Module):
 
     def after_encoder(self, X, a):
         """X (B, N, D) and boundaries a (B, N) bool -> what the head reads, (B, N, D); eq. 3-9."""
-        ends, reads, positions, places = token_layout(a)
+        ends, reads, positions, slots = token_layout(a)
         selected = F.embedding(ends, X.flatten(0, 1))  # X' (T, D), eq. 3, eq. 7, eq. 8
-        tokens = self.run(self.middle, selected, positions, places)  # Y' (T, D), eq. 4
+        tokens = self.run(self.middle, selected, positions, slots)  # Y' (T, D), eq. 4
         return self.decode(self.upsample(X, tokens, reads))
 
 
@@ -368,8 +371,8 @@ class Model(UNet):
 
         x_0 is <bos>. logp_i is log p(y_i | x_0..x_i, a_0..a_i) in nats. Nothing at i depends on a
         later byte or decision. The first K rows are drawn twice: logp, l and a (bool) are
-        (B + K, N), with the second draws at the end. These are there for their rewards, so their
-        logp has no gradient. early_logp (B, N) is the early exit's, or None without one.
+        (B + K, N), with the second draws at the end. Of these only l has a gradient, since logp is
+        just their reward. early_logp (B, N) is the early exit's, or None without one.
         """
         B, K = len(x), len(u) - len(x)
         X = self.encode(x)  # eq. 1

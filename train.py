@@ -30,9 +30,10 @@ from experiments.systems import load_weights, make_model, read_checkpoint, save_
 from model import BOS, Block, Head, Policy, token_layout
 
 # ---- Hyperparameters. The values are the quick run's; config/ holds the paper's. ----------------
-# A flag is parsed as the type of its default: write 1.0 for a float. The quick run differs from the
-# paper in
-#   1. two draws of half of the rows, each the other's baseline, instead of an early exit
+# A flag is read as the type of its default, so write 1.0 here for a float. The quick run differs
+# from the paper in
+#   1. two draws of the boundaries of half the rows, each the other's baseline, instead of an early
+#      exit and the mean over rows
 #   2. policy_window 1, not 8 (the paper has it as an ablation), and gamma 0.97, not 0.99
 #   3. a policy with its own learning rate
 #   4. Muon instead of AdamW for the matrices of the blocks, and a weight decay of 0.3
@@ -62,7 +63,7 @@ redrawn = 1 / 2  # fraction of a micro-batch's rows drawn twice; 0: the paper's 
 gamma = 0.97  # discount of later rewards, eq. 16; larger looks further ahead, with more noise
 lambda_pi = 1e-2  # weight of the policy loss, eq. 27
 lambda_target = 1e-2  # weight of L_tgt, which keeps the rate near its target
-lambda_early = 1e-1  # weight of the early exit's loss; there is one if redrawn is 0
+lambda_early = 1e-1  # weight of the early exit's loss; only used if redrawn is 0
 # optimizers
 training_bytes = 4_000_000  # length of the run
 effective_batch_size = 16  # rows in a training step, over all processes and micro-batches
@@ -84,7 +85,7 @@ dtype = "auto"  # "auto", "float32", "bfloat16" or "float16" (with a GradScaler;
 compile = True  # torch.compile the model
 seed = 1337  # of the weights, the order of rows and the draws
 
-# ---- Their names and values, and the lines of the log.
+# ---- The hyperparameters by name, and the lines that are printed.
 DEFAULTS = {key: value for key, value in globals().items()
             if type(value) in (int, float, bool, str) and key[0].islower()}
 
@@ -96,11 +97,11 @@ LOG_LINE = ("step {step} {bytes:,} bytes | {bpb:.3f} bits/byte, rate {rate:.3f},
             "{minutes_left:.1f} min left")
 
 
-# ---- Losses. Log-likelihoods are in nats. Of B rows, the first K are drawn twice; the second draws
-# stand at the end, so that logp, l, a and A are (B + K, N). Without second draws K is 0.
+# ---- Losses. Log-likelihoods are in nats. The boundaries of the first K of B rows are drawn twice;
+# second draws stand at the end, so logp, l, a and A are (B + K, N). If redrawn is 0, so is K.
 # Where the paper sums over positions (eq. 18, 25, 26), these are means, as in the authors' code.
 def mean_over_processes(z):
-    """Replaces a tensor by its mean over all processes. Every process must call this."""
+    """Overwrites a tensor with its mean over all processes. Every process must call this."""
     if dist.is_initialized():
         dist.all_reduce(z, dist.ReduceOp.AVG)
     return z
@@ -123,7 +124,7 @@ def discounted_return(R, gamma):
 def policy_loss(l, a, A):
     """L_pi, eq. 18: the mean of -log pi(a_i) A_i. Position 0 is forced and adds nothing.
 
-    Minus its gradient estimates eq. 13, and minus L_auto's estimates eq. 12. Their sum is eq. 11,
+    -grad L_pi is our estimate of eq. 13, and -grad L_auto that of eq. 12. They add up to eq. 11,
     the gradient of eq. 10.
     """
     negative_log_pi = F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")
@@ -134,7 +135,7 @@ def losses(logp, early_logp, l, a, hp):
     """The total loss, and its terms for the log: a dictionary of scalar tensors by name."""
     if hp.system != "learned":
         L_auto = -logp.mean()
-        L_boundary = early_logp  # in its place, the other systems return a loss of their own
+        L_boundary = early_logp  # from the other systems this is no log p, but a loss of their own
         return L_auto + L_boundary, {"auto": L_auto, "boundary": L_boundary}
     B = hp.batch_size
     L_auto = -logp[:B].mean()  # eq. 25
@@ -144,7 +145,7 @@ def losses(logp, early_logp, l, a, hp):
         A = G - mean_over_processes(G.mean(0))  # eq. 17
     else:  # each of a row's two draws is the other's baseline (Kool, van Hoof & Welling, 2019)
         K = len(logp) - B
-        R = logp[:K].detach() - logp[B:]
+        R = (logp[:K] - logp[B:]).detach()
         G = discounted_return(R, hp.gamma)
         A = torch.cat((G, torch.zeros_like(logp[K:B]), -G))  # 0: rows that are drawn once
     L_pi = policy_loss(l, a, A)
@@ -152,7 +153,7 @@ def losses(logp, early_logp, l, a, hp):
     mean_p = mean_over_processes(l.detach().sigmoid().mean())
     L_tgt = l.mean() * (mean_p - hp.downsample_rate_target)  # eq. 24
     L = L_auto + hp.lambda_pi * L_pi + hp.lambda_target * L_tgt  # eq. 27
-    terms = {"auto": L_auto, "pi": L_pi, "target": L_tgt, "advantage": A.std()}
+    terms = {"auto": L_auto, "pi": L_pi, "target": L_tgt, "advantage_std": A.std()}
     if hp.redrawn == 0:
         L_early = -early_logp.mean()  # eq. 26
         L = L + hp.lambda_early * L_early
@@ -170,9 +171,9 @@ def row_order(seed, epoch, n):
 def micro_batches(shards, first_row, hp, rank, world, device):
     """This process's micro-batches of the training step that starts at row first_row of the run.
 
-    A list of (x, y, u): <bos> and the row's start (B, N), the row (B, N), uniforms (B + K, N) for
-    all draws. Rows and uniforms do not depend on the number of processes or micro-batches. The
-    first rows of each micro-batch are drawn twice.
+    A list of (x, y, u): <bos> and all but the last byte of a row (B, N), the row (B, N), uniforms
+    for all draws (B + K, N). Rows and uniforms do not depend on the number of processes or
+    micro-batches, but K is that of a micro-batch.
     """
     shard_rows = len(shards[0])  # in every shard but the last
     n = sum(map(len, shards))
@@ -252,9 +253,10 @@ def evaluate(model, shards, hp, autocast):
     whose last character is neither a letter nor a digit. line has (byte, a, p) of a row's bytes.
     """
     rows = min(hp.eval_rows, sum(map(len, shards)))
+    # redrawn = 0: micro_batches gives each row one draw
     fixed = SimpleNamespace(**vars(hp) | {"seed": 0, "effective_batch_size": rows, "redrawn": 0})
     nats = 0
-    shown = []  # (byte, a, p) of all bytes; <bos> is none
+    shown = []  # (byte, a, p) of all bytes, without <bos>
     model.eval()
     for x, y, u in micro_batches(shards, 0, fixed, 0, 1, model.embedding.weight.device):
         with autocast:
@@ -263,7 +265,7 @@ def evaluate(model, shards, hp, autocast):
         columns = [z[:, 1:].flatten().tolist() for z in (x, a, l.sigmoid())]
         shown += zip(*columns)
     model.train()
-    tokens = rows + sum(a for _, a, _ in shown)  # <bos> is one
+    tokens = rows + sum(a for _, a, _ in shown)  # <bos> is a token too
     between = [not character.isalnum() for character, a, _ in characters(shown) if a]
     return {
         "val_bpb": nats / math.log(2) / (rows * hp.seq_len),
@@ -318,7 +320,7 @@ def train(argv):
     checkpoint = Path(hp.out_dir, "ckpt.pt")
     saved = {}
     if rank == 0:
-        prepare.lock(checkpoint.parent)
+        prepare.lock(checkpoint.parent)  # no other run may write there
     if hp.resume:
         saved = read_checkpoint(checkpoint)
         hp = SimpleNamespace(**DEFAULTS | saved["config"] | chosen)
@@ -327,17 +329,14 @@ def train(argv):
                         "--out_dir")
     check(hp, world)
     torch.manual_seed(hp.seed)
-    model = make_model(vars(hp))
+    model = make_model(vars(hp))  # a Model, unless --system says otherwise
     if saved:
         load_weights(model, saved, checkpoint)
 
     # ---- machine
     device, precision = device_and_dtype(hp.device, hp.dtype)
     if device == "cuda":
-        gpu = int(os.environ.get("LOCAL_RANK", 0))
-        if gpu >= torch.cuda.device_count():
-            raise UserError(f"there is no GPU number {gpu} here; start at most one process per GPU")
-        torch.cuda.set_device(gpu)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if world > 1:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     autocast = prepare_torch(device, precision)
@@ -369,9 +368,10 @@ def train(argv):
     # ---- optimizers
     optimizers = make_optimizers(model, hp)
     if saved:
-        states = saved["optimizers"]
+        states = saved.get("optimizers", [])
         if len(states) != len(optimizers):
-            raise UserError("muon_learning_rate cannot become or stop being 0 when a run resumes")
+            raise UserError(f"{checkpoint} does not fit the optimizers; muon_learning_rate cannot "
+                            "become or stop being 0 when a run resumes")
         for optimizer, state in zip(optimizers, states):  # without groups: flags may change those
             optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         if saved["scaler"]:  # the saved run used float16
@@ -414,7 +414,7 @@ def train(argv):
 
         step += 1
         started = time.perf_counter()
-        torch.manual_seed(hash((hp.seed, step, rank)))  # for layers that draw, such as dropout
+        torch.manual_seed(hash((hp.seed, step, rank)))  # for layers you add, such as dropout
         first_row = bytes_seen // hp.seq_len
         batches = micro_batches(train_shards, first_row, hp, rank, world, device)
         bytes_seen += step_bytes
@@ -431,16 +431,17 @@ def train(argv):
 
         if step % hp.log_interval == 0:  # shows the last micro-batch
             p, target = l.sigmoid(), hp.downsample_rate_target
+            # p (1 - p), relative to that of p = target
             terms["undecided"] = (p * (1 - p)).mean() / (target * (1 - target))
             terms["rate"] = a.float().mean()
             terms["bpb"] = terms["auto"] / math.log(2)
             terms = {name: mean_over_processes(z.detach()).item() for name, z in terms.items()}
-            _, _, positions, places = token_layout(a > 0.5)  # gumbel's a is a float
+            _, _, positions, slots = token_layout(a > 0.5)  # gumbel's a is a float
             speed = step_bytes / np.mean(seconds)
             seconds.clear()
             if rank == 0:
                 record = {
-                    "step": step, "bytes": bytes_seen, **terms, "T": len(places),
+                    "step": step, "bytes": bytes_seen, **terms, "T": len(slots),
                     "M": positions.size(1), "grad_norm": grad_norm, "bytes_per_second": speed,
                     "minutes_left": (end - bytes_seen) / speed / 60}
                 report(log, record, LOG_LINE)

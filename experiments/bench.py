@@ -59,8 +59,8 @@ def training_step(hp):
         return train.training_step(model, batches, optimizers, fraction, scaler, autocast, hp)
 
     _, _, a, _ = step()
-    _, _, positions, places = token_layout(a > 0.5)
-    per_byte = flops_per_byte(model, hp, len(places), positions.size(1))
+    _, _, positions, slots = token_layout(a > 0.5)
+    per_byte = flops_per_byte(model, hp, len(slots), positions.size(1))
     return step, shards[0].size, per_byte * shards[0].size
 
 

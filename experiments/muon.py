@@ -1,7 +1,7 @@
 """
 The optimizer of the blocks' matrices: Muon, Jordan et al., 2024.
 
-See https://kellerjordan.github.io/posts/muon. It is no part of the paper's method.
+See https://kellerjordan.github.io/posts/muon. It is not part of the paper's method.
 """
 from collections import defaultdict
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 def orthogonalized(G):
     """Brings the singular values of each matrix in G (n, rows, columns) near 1.
 
-    It takes five Newton-Schulz iterations; see https://kellerjordan.github.io/posts/muon
+    It takes five Newton-Schulz iterations.
     """
     if G.size(1) > G.size(2):
         return orthogonalized(G.mT).mT  # so that X @ X.mT is the smaller product
@@ -27,10 +27,9 @@ def orthogonalized(G):
 class Muon(torch.optim.Optimizer):
     """Steps along the orthogonalized momentum of matrices; Jordan et al., 2024.
 
-    The same as torch.optim.Muon with
-    adjust_lr_fn="match_rms_adamw". We do not use that class: it always computes in bfloat16, which
-    is slow on a T4 and twenty times slower on CPUs without AVX512, and updates one matrix at a
-    time.
+    The same as torch.optim.Muon with adjust_lr_fn="match_rms_adamw". We do not use that class: it
+    always computes in bfloat16, which is slow on a T4 and twenty times slower on CPUs without
+    AVX512, and updates one matrix at a time.
     """
 
     @torch.no_grad()

@@ -192,11 +192,11 @@ class Gumbel(System):
         a = hard
         if self.training:
             a = hard + soft - soft.detach()  # straight-through
-        _, reads, positions, places = token_layout(hard)
+        _, reads, positions, slots = token_layout(hard)
         pooled = mean_pool(X, a.float(), positions.size(1))  # (B, M, D)
         null = self.null.to(X.dtype).expand(len(x), 1, -1)
-        pooled = torch.cat((null, pooled[:, 1:]), dim=1).flatten(0, 1)[places]  # (T, D)
-        tokens = self.run(self.middle, pooled, positions, places)
+        pooled = torch.cat((null, pooled[:, 1:]), dim=1).flatten(0, 1)[slots]  # (T, D)
+        tokens = self.run(self.middle, pooled, positions, slots)
         return self.decode(self.upsample(X, tokens, reads)), l, a
 
     def boundary_loss(self, l, a):
@@ -241,15 +241,15 @@ class HNet(System):
             p = (1 - F.cosine_similarity(q, k, dim=-1)) / 2
             p = F.pad(p, (1, 0), value=1.0)  # (B, N)
         a = p >= 0.5
-        ends, reads, positions, places = token_layout(a)
+        ends, reads, positions, slots = token_layout(a)
         tokens = F.embedding(ends, X.flatten(0, 1))  # (T, D)
-        tokens = self.run(self.middle, tokens, positions, places).float()
-        rows = tokens.new_zeros(positions.numel(), X.size(-1)).index_copy(0, places, tokens)
+        tokens = self.run(self.middle, tokens, positions, slots).float()
+        rows = tokens.new_zeros(positions.numel(), X.size(-1)).index_copy(0, slots, tokens)
         rows = rows.view(*positions.shape, -1)  # (B, M, D)
         smoothed = smooth(rows, p.gather(1, positions)).flatten(0, 1)
         confidence = torch.where(a, p, 1 - p)
         confidence = confidence + (1 - confidence).detach()  # straight-through: its value is 1
-        Y = confidence[..., None] * F.embedding(places[reads], smoothed) + self.residual(X)
+        Y = confidence[..., None] * F.embedding(slots[reads], smoothed) + self.residual(X)
         return self.decode(Y.type_as(X)), torch.logit(p, eps=1e-6), a
 
     def boundary_loss(self, l, a):

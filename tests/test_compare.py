@@ -52,12 +52,12 @@ def test_executed_flops_are_those_that_torch_counts(flags):
         (logp.sum() + early + l.sum()).backward()
         model_flops = counter.get_total_flops()
         muon.step()
-    _, _, positions, places = token_layout(a > 0.5)
-    flops = executed_flops(model, 8, len(places), positions.size(1))
+    _, _, positions, slots = token_layout(a > 0.5)
+    flops = executed_flops(model, 8, len(slots), positions.size(1))
     assert flops == pytest.approx(model_flops, rel=0.03 if len(a) > 8 else 0.01)
     assert model_flops + muon_flops(muon) == counter.get_total_flops()
     hp |= {"batch_size": 8, "effective_batch_size": 24}
-    per_byte = flops_per_byte(model, SimpleNamespace(**hp), len(places), positions.size(1))
+    per_byte = flops_per_byte(model, SimpleNamespace(**hp), len(slots), positions.size(1))
     assert per_byte * 24 * hp["seq_len"] == pytest.approx(3 * flops + muon_flops(muon))
 
 

@@ -131,7 +131,7 @@ def test_training_steps_are_those_of_the_written_equations(redrawn, data, tmp_pa
             L = L + (L_auto + lambda_early * L_early + lambda_pi * L_pi + lambda_target * L_tgt) / 2
         expected = {
             "auto": L_auto, "pi": L_pi, "target": L_tgt, "rate": a.float().mean(),
-            "advantage": A.std(), "undecided": (p * (1 - p)).mean() / 0.16}
+            "advantage_std": A.std(), "undecided": (p * (1 - p)).mean() / 0.16}
         if redrawn == 0:
             expected["early"] = L_early
         for name, value in expected.items():
@@ -248,7 +248,7 @@ def test_a_training_step_does_not_depend_on_the_number_of_processes(data, tmp_pa
     logs = [[record for record in steps_of(tmp_path / name) if "auto" in record]
             for name in ("whole", "processes")]
     for one, other in zip(*logs, strict=True):
-        for key in "T", "M", "advantage":  # of one micro-batch
+        for key in "T", "M", "advantage_std":  # of one micro-batch
             del one[key], other[key]
         assert other == pytest.approx(one, rel=1e-3, abs=1e-4)
     assert error_of_moments(whole, trained("passes", "--batch_size=2")) > 1e-2  # eq. 17 and 24
