@@ -9,8 +9,8 @@ Cuts text into rows of bytes that train.py can read.
 
     --dataset          stdlib, files, hf, fineweb or codeparrot (stdlib)
     --input            files, folders, globs and pipes of --dataset=files; each file is a document
-    --hf_path          of --dataset=hf: a name on the hub, or a local folder, Parquet, CSV or JSON
-                       lines; each record is a document
+    --hf_path          of --dataset=hf: a name on the hub, a folder, or a file of Parquet, CSV,
+                       Arrow or JSON (one record per line, or one list); each record is a document
     --hf_name          configuration of a Hugging Face dataset, e.g. sample-100BT
     --split            split of a Hugging Face dataset (train)
     --text_column      column that holds the documents (text)
@@ -30,8 +30,9 @@ its share so far. But it goes to train if it would give val more than 1.5 times 
 is still short when all is read, the last rows of train go to val: mostly, the end of a document
 that was too long for val.
 
-Skipped are hidden files and folders, caches such as __pycache__, installed packages, what lies in a
-folder with shards or a checkpoint, and exact copies of a file. (The documents of a Hugging Face
+In folders, and where a glob has a wildcard, these are skipped: hidden files and folders, caches
+such as __pycache__, installed packages, and what lies in a folder with shards or a checkpoint.
+Exact copies of a file are skipped too. (The documents of a Hugging Face
 dataset are not compared, but a hash sends copies to the same side.) Symbolic links are followed.
 
 meta.json is written last, so a folder that has it is complete. Until then, progress.json records
@@ -49,6 +50,7 @@ import sys
 import sysconfig
 import zlib
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import fsspec
@@ -58,10 +60,14 @@ from tqdm import tqdm
 
 from configurator import UserError, argument_parser, run, say
 
-HF_PRESETS = {
-    "hf": {},
-    "fineweb": {"hf_path": "HuggingFaceFW/fineweb", "hf_name": "sample-10BT"},
-    "codeparrot": {"hf_path": "codeparrot/codeparrot-clean", "text_column": "content"},
+FILES = {"seq_len": 4096, "shard_bytes": 10**8, "val_fraction": 0.02, "split_documents": True}
+HF = FILES | {"split": "train", "text_column": "text", "split_documents": False}
+PRESETS = {
+    "stdlib": FILES,
+    "files": FILES,
+    "hf": HF,
+    "fineweb": HF | {"hf_path": "HuggingFaceFW/fineweb", "hf_name": "sample-10BT"},
+    "codeparrot": HF | {"hf_path": "codeparrot/codeparrot-clean", "text_column": "content"},
 }
 locks = []  # a lock is released when nothing refers to it
 
@@ -83,7 +89,7 @@ def open_shards(folder, split, seq_len, notes="meta.json"):
         total = state[split]["bytes"]
         shards = []
         for start in range(0, total, shard_bytes):
-            shard = Path(folder, f"{split}_{start // shard_bytes:05d}.bin")
+            shard = f"{folder}/{split}_{start // shard_bytes:05d}.bin"
             rows = min(shard_bytes, total - start) // seq_len
             shards.append(np.memmap(shard, np.uint8, "r", shape=(rows, seq_len)))
     except Exception as error:
@@ -94,52 +100,55 @@ def open_shards(folder, split, seq_len, notes="meta.json"):
 
 
 # ---- Sources of documents.
-def why_skip(path):
-    """Why a path found in a folder, or by a glob, is left out; None if it is not."""
-    if path.name.startswith("."):
+def why_skip(path, below):
+    """Why a path found in a folder, or by a glob, is left out; None if it is not.
+
+    below is the part of the path that the user did not write.
+    """
+    if re.search(r"(^|/)\.", below):
         return "hidden"
-    if path.name.endswith(("__pycache__", ".pyc", "site-packages", "dist-packages")):
+    if re.search(r"(__pycache__|(site|dist)-packages)(/|$)|\.pyc$", below):
         return "caches and installed packages"
-    if any((path.parent / name).exists()
+    if any(path.with_name(name).exists()
            for name in ("train_00000.bin", "val_00000.bin", "ckpt.pt")):
         return "with shards or a checkpoint"
     if not os.access(path, os.R_OK) or path.is_fifo():
-        return "unreadable"
+        return f"unreadable in {path.parent}"
 
 
-def find_files(options):
-    """Returns the sorted paths of the files of --dataset=stdlib or files, and what was skipped.
+def find_files(options, skipped):
+    """Yields the paths of the files of --dataset=stdlib or files, and counts what is skipped.
 
     Symbolic links are followed, but nothing is found twice.
     """
-    named = [*map(Path, options.get("input", [sysconfig.get_path("stdlib")]))]
-    paths = []
-    for path in named:
-        matches = [path] if path.exists() else glob.glob(str(path), recursive=True)
-        paths += map(Path, matches or [path])
-    found = []
-    skipped = Counter()
     seen = set()
-    while paths:
-        path = paths.pop()
-        real = os.path.realpath(path)
-        if real in seen:
-            continue
-        seen.add(real)
-        if path not in named and (reason := why_skip(path)):
-            skipped[reason] += 1
-        elif path.is_dir():
-            paths += sorted(path.iterdir())
-        elif "input" in options or path.suffix == ".py":
-            found.append(path)
-    return sorted(found), skipped
+    for root in options.get("input", [sysconfig.get_path("stdlib")]):
+        root = os.path.normpath(root)
+        paths = [root] if os.path.exists(root) else glob.glob(root, recursive=True)
+        if not paths:
+            raise UserError(f"--input={root} matches no file")
+        while paths:
+            path = Path(paths.pop())
+            real = os.path.realpath(path)
+            below = str(path)[len(os.path.commonprefix([str(path), root])) :]
+            if below and (reason := why_skip(path, below)):
+                skipped[reason] += 1
+            elif real not in seen:
+                seen.add(real)
+                if path.is_dir():
+                    paths += sorted(path.iterdir())
+                elif "input" in options or path.suffix == ".py":
+                    yield path
 
 
-def read_files(paths, first, skipped):
-    """Yields (document, its number) from number first on, and counts exact copies.
+def read_files(options, state):
+    """Yields a hash of the paths and modification times, and then documents as read_hf does.
 
-    A file of more than a gigabyte is several documents.
+    A bookmark is the number of a document. A file of more than a gigabyte is several documents.
     """
+    state["skipped"] = skipped = Counter()
+    paths = sorted(find_files(options, skipped))
+    yield zlib.crc32(repr([(path, path.stat().st_mtime) for path in paths]).encode())
     seen = set()
     for path in paths:
         try:
@@ -147,81 +156,91 @@ def read_files(paths, first, skipped):
                 while document := file.read(2**30):
                     if hash(document) in seen:
                         skipped["copies"] += 1
-                    elif len(seen) >= first:
+                    elif len(seen) >= state["bookmark"]:
                         yield document, len(seen)
                     seen.add(hash(document))
-        except (OSError, EOFError, zlib.error) as error:
+        except Exception as error:  # gzip raises several types
             raise UserError(f"cannot read {path}: {error}")
 
 
-def read_lines(paths):
-    """Yields the lines of files of JSON. (One bad line is enough for datasets to refuse a file.)"""
-    for path in paths:
-        with fsspec.open(path, compression="infer") as file:
-            for line in io.BufferedReader(file):
-                yield {"line": line}
+def read_json(path):
+    """Yields the records of a file that has one per line or is one list; None for a bad line.
+
+    (One bad line is enough for datasets to refuse a file.)
+    """
+    with fsspec.open(path, compression="infer") as file:
+        lines = io.BufferedReader(file)
+        if b"[" in lines.peek(1)[:4]:  # maybe after a byte order mark
+            yield from json.load(lines)
+        for line in lines:
+            try:
+                yield json.loads(line.decode("utf-8-sig"))
+            except ValueError:
+                yield None
 
 
 def read_hf(options, state):
     """Yields a dataset's version, and then (document, bookmark) from the state's bookmark on.
 
     The version is the hub's commit, or a hash of the paths and modification times of local files.
-    Reading can resume at each bookmark. Counts the records that have no valid text.
+    A bookmark is the number of a file and of a record in it. Counts the records that have no valid
+    text.
     """
     import datasets  # here because it takes seconds
     from pyarrow.dataset import ParquetFragmentScanOptions
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported below
-    path = options["hf_path"]
+    datasets.logging.set_verbosity(50)  # critical; errors are reported below
+    path = place = options["hf_path"]
+    local = os.path.exists(path)
     column = options["text_column"]
-    bookmark = state["bookmark"]
-    kind = re.search(r"\.(json|csv|parquet)[^/]*$", path)
+    state["skipped"] = skipped = Counter(state["skipped"])
+    kind = re.search(r"\.(json|csv|parquet|arrow)[^/]*$", path)
     try:
         builder = datasets.load_dataset_builder(
             kind[1] if kind else path, options.get("hf_name"),
-            data_files=glob.escape(path) if kind else None)
+            data_files=kind and glob.escape(path))
         yield f"{builder.config_id} {builder.hash}"
         config = builder.config
-        lines = type(config).__name__ == "JsonConfig"
-        if lines:
-            dataset = datasets.IterableDataset.from_generator(
-                read_lines, gen_kwargs={"paths": [*config.data_files[options["split"]]]})
-        else:  # Parquet or CSV
+        kind = type(config).__name__
+        if kind != "ArrowConfig":  # which has no such settings
             config.columns = config.usecols = [column]
             config.features = datasets.Features({column: datasets.Value("string")})
-            builder.info.features = config.features
             config.batch_size = 1000  # the default fails if the first row group is empty
             # otherwise pyarrow keeps in memory all that it has read of a Parquet file
             config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
-            dataset = builder.as_streaming_dataset(options["split"])
-        if os.path.exists(path):
-            # read one row group at a time; pyarrow would read a fast disk up to 1 GB ahead of us
-            dataset = dataset.reshard()
-        if bookmark:
-            dataset.load_state_dict(bookmark)
-        for example in dataset:
-            try:
-                record = json.loads(example["line"]) if lines else example
-                if not bookmark and column not in record:
-                    raise UserError(f"the columns are {str([*record])[:300]}")
-                yield record[column].encode(), bookmark
-            except (ValueError, TypeError, KeyError, AttributeError):
-                state["without_text"] += 1
-            bookmark = dataset.state_dict()
+        first_file, first = state["bookmark"] or (0, 0)
+        files = config.data_files[options["split"]]
+        for number, place in enumerate(files[first_file:], first_file):
+            if place.endswith(".zst"):
+                import zstandard  # noqa: F401; without it, fsspec reads the packed bytes
+            if kind == "JsonConfig":
+                records = read_json(place)
+            else:  # one file at a time, so that an error can name it
+                config.data_files = {"train": [place]}
+                builder.info.features = config.features
+                records = builder.as_streaming_dataset("train")
+                if local:
+                    # one row group at a time; pyarrow would read a fast disk up to 1 GB ahead of us
+                    records = records.reshard()
+            for index, record in enumerate(islice(records, first, None), first):
+                try:
+                    if number == index == 0 and column not in record:
+                        raise LookupError(f"the columns are {[*record]}")
+                    yield record[column].encode(), (number, index)
+                except (ValueError, TypeError, KeyError, AttributeError):
+                    skipped["records without text"] += 1
+            first = 0
     except Exception as error:  # datasets and the libraries below it raise dozens of types
-        in_data = isinstance(error, (UserError, ValueError, TypeError, LookupError, RuntimeError,
-                                     EOFError, FileNotFoundError))
-        kind = UserError if in_data else OSError  # OSError: mostly the network
-        raise kind(f"cannot read --text_column={column} of --hf_path={path} "
-                   f"--split={options['split']}: {error}")
+        in_data = isinstance(error, (ValueError, LookupError, RuntimeError, FileNotFoundError))
+        raise (UserError if local or in_data else OSError)(  # OSError: mostly the network
+            f"cannot read --text_column={column} --split={options['split']} of {place}: {error}")
 
 
 # ---- Writing shards.
 def lock(folder):
     """Locks a folder until this process ends. UserError if another one holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file_lock = FileLock(folder / ".lock", is_singleton=True)
+    file_lock = FileLock(f"{folder}/.lock", is_singleton=True)
     try:
         file_lock.acquire(timeout=0)
     except Timeout:
@@ -241,7 +260,7 @@ def append(folder, split, state, rows):
     shard_bytes = state["options"]["shard_bytes"]
     while rows:
         index, held = divmod(state[split]["bytes"], shard_bytes)
-        with open(folder / f"{split}_{index:05d}.bin", "ab") as file:
+        with open(f"{folder}/{split}_{index:05d}.bin", "ab") as file:
             file.truncate(held)  # a killed run may have written more
             written = file.write(rows[: shard_bytes - held])
         state[split]["bytes"] += written
@@ -295,7 +314,7 @@ def whole_number(text):
     """Parses a positive whole number, which may be written as 6e9."""
     number = float(text)
     if number < 1 or number % 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a positive whole number")
+        raise ValueError
     return int(number)
 
 
@@ -304,7 +323,7 @@ def parse(argv):
     parser = argument_parser(__doc__)
     parser.argument_default = argparse.SUPPRESS  # an option not given is absent
     add = parser.add_argument
-    add("--dataset", default="stdlib", choices=["stdlib", "files", *HF_PRESETS])
+    add("--dataset", default="stdlib", choices=PRESETS)
     add("--input", nargs="+", action="extend", type=os.path.expanduser)
     for name in "hf_path", "hf_name", "split", "text_column", "out_dir":
         add(f"--{name}", type=os.path.expanduser)
@@ -318,11 +337,7 @@ def parse(argv):
         if (option in given) != (dataset == needed):
             raise UserError(f"--{option} and --dataset={needed} need each other")
 
-    options = {"seq_len": 4096, "shard_bytes": 10**8, "val_fraction": 0.02, "split_documents": True}
-    if dataset in HF_PRESETS:
-        options |= {"split": "train", "text_column": "text", "split_documents": False}
-        options |= HF_PRESETS[dataset]
-    options |= given
+    options = PRESETS[dataset] | given
     if not 0 < options["val_fraction"] <= 0.5:
         raise UserError(f"--val_fraction={options['val_fraction']} must lie between 0 and 0.5")
     seq_len = options["seq_len"]
@@ -336,7 +351,7 @@ def prepare(out_dir, options):
     meta = out_dir / "meta.json"
     progress = out_dir / "progress.json"
     state = {"options": options, "train": {"bytes": 0}, "val": {"bytes": 0}, "left_out_bytes": 0,
-             "without_text": 0, "bookmark": 0}
+             "skipped": {}, "bookmark": 0}
     for path in progress, meta:
         if path.exists():
             for split in "train", "val":
@@ -345,38 +360,32 @@ def prepare(out_dir, options):
     if state["options"] != options:
         raise UserError(f"{out_dir} was made with {state['options']}; use another --out_dir")
 
-    skipped = Counter()
-    if "hf_path" in options:
-        documents = read_hf(options, state)
+    complete = meta.exists()
+    documents = (read_hf if "hf_path" in options else read_files)(options, state)
+    # a finished set needs no hub
+    if not complete or os.path.exists(options.get("hf_path", ".")):
         source = next(documents)
-    else:
-        paths, skipped = find_files(options)
-        source = zlib.crc32(repr([(path, path.stat().st_mtime) for path in paths]).encode())
-        documents = read_files(paths, state["bookmark"], skipped)
-    if state.setdefault("source", source) != source:
-        raise UserError(f"the input has changed since {out_dir} was begun; use another --out_dir")
-    if meta.exists():
+        if state.setdefault("source", source) != source:
+            raise UserError(f"the input has changed since {out_dir} was begun; use another "
+                            "--out_dir")
+    if complete:
         progress.unlink(missing_ok=True)  # left by a run that was killed on its last line
         say(f"{out_dir} is already complete")
         return
 
     write_documents(documents, out_dir, state)
-    skipped["records without text"] = state["without_text"]
-    if +skipped:
-        say("skipped: " + ", ".join(f"{n} {reason}" for reason, n in (+skipped).items()))
+    if state["skipped"]:
+        say(f"skipped: {dict(state['skipped'])}")
     train = state["train"]["bytes"]
     val = state["val"]["bytes"]
-    if train + val < 2 * options["seq_len"]:
+    if not train:  # a first row goes to val
         raise UserError(f"fewer than two rows of --seq_len={options['seq_len']} bytes; give more "
                         "text, a smaller --seq_len or a larger --max_bytes")
-    del state["bookmark"]
     write_json(meta, state)
     progress.unlink(missing_ok=True)
-    say(f"{out_dir}: {train:,} bytes for training, {val:,} for validation, "
+    say(f"{out_dir}: {train:,} bytes for training, {val:,} for validation "
+        f"({val / (train + val):.1%}; --val_fraction={options['val_fraction']}), "
         f"{state['left_out_bytes']:,} left out")
-    share = val / (train + val)
-    if not 0.5 <= share / options["val_fraction"] <= 2:
-        say(f"val has {share:.1%} of the rows, not --val_fraction={options['val_fraction']}")
 
 
 def main(argv=None):
@@ -384,6 +393,9 @@ def main(argv=None):
     out_dir, options = parse(argv)
     try:
         prepare(out_dir, options)
+    except KeyboardInterrupt:
+        say("stopped; the same command continues")
+        raise
     except OSError as error:
         raise UserError(f"{out_dir}: {error}; fix this and run the same command again to continue")
 
@@ -393,6 +405,6 @@ if __name__ == "__main__":
         run(main)
     except SystemExit as end:
         say(end="")  # what --help printed
-        if "datasets" in sys.modules and not hasattr(sys, "ps1"):  # ps1: a notebook, which goes on
+        if not hasattr(sys, "ps1"):  # a notebook has it, and goes on
             os._exit(end.code)  # because pyarrow's threads can abort or block a normal exit
         raise
