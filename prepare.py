@@ -32,8 +32,8 @@ that was too long for val.
 
 In folders, and where a glob has a wildcard, these are skipped: hidden files and folders, caches
 such as __pycache__, installed packages, and what lies in a folder with shards or a checkpoint.
-Exact copies of a file are skipped too. (The documents of a Hugging Face
-dataset are not compared, but a hash sends copies to the same side.) Symbolic links are followed.
+Exact copies of a file are skipped too. (The documents of a Hugging Face dataset are not compared,
+but a hash sends copies to the same side.) Symbolic links are followed.
 
 meta.json is written last, so a folder that has it is complete. Until then, progress.json records
 the progress. If the program is stopped, the same command continues from there and ends with the
