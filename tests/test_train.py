@@ -191,7 +191,8 @@ def test_the_discounted_return_is_the_sum_from_the_right(gamma):
 
 
 def test_every_epoch_reads_every_row_once_in_its_own_order_on_any_number_of_processes():
-    shards = [np.arange(10, dtype=np.uint8)[:, None].repeat(8, 1)]
+    rows = np.arange(10, dtype=np.uint8)[:, None].repeat(8, 1)
+    shards = [rows[:4], rows[4:8], rows[8:]]
     hp = SimpleNamespace(seed=1, effective_batch_size=4, batch_size=1, seq_len=8, redrawn=1)
 
     def read(world):
