@@ -12,7 +12,8 @@ are the paper's too:
     y  the byte to predict, y_i = x_{i+1}      (B, N)      Y   handed back to the bytes   (B, N, D)
 
 B rows, N bytes in a row, D = embedding_dim; T tokens in the batch, M in its longest row, both
-rounded up; w = policy_window. The boundaries of K rows are drawn twice (our addition).
+rounded up; w = policy_window; S = policy_scale, the D of eq. 22. The boundaries of K rows are drawn
+twice (our addition).
 """
 import copy
 import math
@@ -130,8 +131,8 @@ class Attention(nn.Module):
         M = q.size(2)
         if torch.compiler.is_compiling():  # tells the compiler what it cannot infer about M
             torch._check(M % M_MULTIPLE == 0)  # so a GPU loads several scores at once
-            if M <= 1024:  # the branch gives a second graph, whose softmax fits into registers
-                torch._check(M <= 1024)
+            if M <= 1024:  # compiles a second graph, for short rows: softmax fits into registers
+                torch._check(M <= 1024)  # tells the compiler that this is the short one
         i = torch.arange(M, device=q.device)
         return softcapped_attention(q, k, v, i <= i[:, None])
 
@@ -143,11 +144,11 @@ class Attention(nn.Module):
             rows = qkv.new_zeros(B * M, qkv.size(-1))
             qkv = rows.index_copy(0, slots, qkv).view(B, M, -1)
         qkv = qkv.unflatten(-1, (3, self.num_heads, -1))
-        q, k, v = qkv.unbind(-3)  # (B, N, heads, head_dim)
-        q = rotate(q, cos, sin).transpose(1, 2)  # (B, heads, N, head_dim)
+        q, k, v = qkv.unbind(-3)  # (B, N or M, heads, head_dim)
+        q = rotate(q, cos, sin).transpose(1, 2)  # (B, heads, N or M, head_dim)
         k = rotate(k, cos, sin).transpose(1, 2)
         y = self.attend(q, k, v.transpose(1, 2))
-        y = y.transpose(1, 2).flatten(-2)  # (B, N, D)
+        y = y.transpose(1, 2).flatten(-2)  # (B, N or M, D)
         if slots is not None:
             y = F.embedding(slots, y.flatten(0, 1))  # y[slots], (T, D), with a faster gradient
         return self.out(y)
@@ -195,7 +196,7 @@ class Policy(nn.Module):
         self.config = config
         self.norm = RMSNorm(config.embedding_dim)  # our choice, as is the initialization
         self.linear = nn.Linear(config.embedding_dim, 1 + config.policy_window, bias=False)
-        nn.init.zeros_(self.linear.weight)  # p starts at the target
+        nn.init.zeros_(self.linear.weight)  # p starts at the target, except for the soft-cap
 
     def forward(self, X):
         """X (B, N, D) -> (B, N, 2^w), float32. Bit j-1 of a history is the decision a_{i-j}."""
@@ -209,7 +210,7 @@ class Policy(nn.Module):
 
 
 def draw(p, u):
-    """Draws boundaries a (B, N) bool from uniforms u (B, N), in parallel; eq. 19-21.
+    """Draws boundaries a (B, N) bool from uniforms u (B, N), in parallel; eq. 2, 19.
 
     p (B, N, 2^w) holds p_i for each history of decisions; bit j-1 of a history is a_{i-j}. Also
     returns each position's history (B, N, 1). The result is exactly that of
@@ -258,8 +259,8 @@ def token_layout(a):
         positions (B, M)  the position of each token of a row: its last byte's (our choice)
         slots (T,)        where each token lies among the B * M slots of positions
 
-    T is rounded up with filler tokens of byte 0. They lie after their row's own tokens, where
-    causal attention hides them, and no byte reads them.
+    T is rounded up with fillers, copies of byte 0 of the batch. They take empty slots of any row,
+    after the row's own tokens, where causal attention hides them, and no byte reads them.
     """
     flat = a.flatten()
     ends = flat.nonzero()[:, 0]  # the CPU waits for the GPU, here and below
@@ -364,15 +365,16 @@ class Model(UNet):
         super().__init__(config)
         self.policy = Policy(config)
         if config.redrawn == 0:
-            self.early_head = copy.deepcopy(self.head)  # W_early, eq. 14
+            # W_early, eq. 14: the paper's baseline, which second draws replace
+            self.early_head = copy.deepcopy(self.head)
 
     def forward(self, x, y, u):
         """x, y (B, N), uniforms u (B + K, N) -> logp, early_logp, l, a.
 
         x_0 is <bos>. logp_i is log p(y_i | x_0..x_i, a_0..a_i) in nats. Nothing at i depends on a
         later byte or decision. The first K rows are drawn twice: logp, l and a (bool) are
-        (B + K, N), with the second draws at the end. Of these only l has a gradient, since logp is
-        just their reward. early_logp (B, N) is the early exit's, or None without one.
+        (B + K, N), with the second draws at the end. Of a second draw only l has a gradient, since
+        its logp is just a reward. early_logp (B, N) is the early exit's, or None without one.
         """
         B, K = len(x), len(u) - len(x)
         X = self.encode(x)  # eq. 1

@@ -56,7 +56,7 @@ attention_window = 8  # a byte layer sees this many bytes, including the current
 # boundaries
 downsample_rate_target = 1 / 5  # tokens per byte
 policy_window = 1  # w, eq. 21: each decision sees this many earlier decisions
-policy_scale = 16.0  # S, eq. 22
+policy_scale = 16.0  # S; eq. 22 calls it D
 policy_softcap = 5.0  # eq. 23: keeps p between 0.7% and 99.3%, in training only
 # loss
 redrawn = 1 / 2  # fraction of a micro-batch's rows drawn twice; 0: the paper's eq. 14-15 and 17
@@ -67,7 +67,7 @@ lambda_early = 1e-1  # weight of the early exit's loss; only used if redrawn is 
 # optimizers
 training_bytes = 4_000_000  # length of the run
 effective_batch_size = 16  # rows in a training step, over all processes and micro-batches
-batch_size = 16  # rows in a micro-batch; eq. 17 and 24 average over one micro-batch per process
+batch_size = 16  # rows in a micro-batch; eq. 17 and 24 average over those of all processes
 learning_rate = 3e-3  # peak, reached after the warm-up; falls to 0 at the end
 cosine = False  # True: learning rates fall along a cosine, as in the paper; False: linearly
 muon_learning_rate = 6e-3  # peak for the blocks' matrices, trained by Muon; 0: all by AdamW
@@ -124,8 +124,8 @@ def discounted_return(R, gamma):
 def policy_loss(l, a, A):
     """L_pi, eq. 18: the mean of -log pi(a_i) A_i. Position 0 is forced and adds nothing.
 
-    -grad L_pi is our estimate of eq. 13, and -grad L_auto that of eq. 12. They add up to eq. 11,
-    the gradient of eq. 10.
+    -grad L_pi estimates eq. 13, up to a factor (rows that are drawn once count in the mean), and
+    -grad L_auto estimates eq. 12. Their sum would be eq. 11, the gradient of eq. 10.
     """
     negative_log_pi = F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")
     return (negative_log_pi * A)[..., 1:].sum() / l.numel()
@@ -135,7 +135,7 @@ def losses(logp, early_logp, l, a, hp):
     """The total loss, and its terms for the log: a dictionary of scalar tensors by name."""
     if hp.system != "learned":
         L_auto = -logp.mean()
-        L_boundary = early_logp  # from the other systems this is no log p, but a loss of their own
+        L_boundary = early_logp  # the other systems return a loss of their own in its place
         return L_auto + L_boundary, {"auto": L_auto, "boundary": L_boundary}
     B = hp.batch_size
     L_auto = -logp[:B].mean()  # eq. 25
@@ -149,7 +149,8 @@ def losses(logp, early_logp, l, a, hp):
         G = discounted_return(R, hp.gamma)
         A = torch.cat((G, torch.zeros_like(logp[K:B]), -G))  # 0: rows that are drawn once
     L_pi = policy_loss(l, a, A)
-    # mean l needs no mean over processes, since gradients are averaged. Position 0 counts too.
+    # mean l needs no mean over processes, since gradients are averaged. Position 0 counts
+    # too, with the policy's own l instead of the forced 1.
     mean_p = mean_over_processes(l.detach().sigmoid().mean())
     L_tgt = l.mean() * (mean_p - hp.downsample_rate_target)  # eq. 24
     L = L_auto + hp.lambda_pi * L_pi + hp.lambda_target * L_tgt  # eq. 27
@@ -173,7 +174,7 @@ def micro_batches(shards, first_row, hp, rank, world, device):
 
     A list of (x, y, u): <bos> and all but the last byte of a row (B, N), the row (B, N), uniforms
     for all draws (B + K, N). Rows and uniforms do not depend on the number of processes or
-    micro-batches, but K is that of a micro-batch.
+    micro-batches, but which rows are drawn twice does: the first K of each micro-batch.
     """
     shard_rows = len(shards[0])  # in every shard but the last
     n = sum(map(len, shards))
@@ -189,14 +190,14 @@ def micro_batches(shards, first_row, hp, rank, world, device):
     B = hp.batch_size
     K = math.ceil(hp.redrawn * B)
     batches = zip(x.split(B), y.split(B), u.split(B, dim=1))
-    return [(x, y, torch.cat((u[0], u[1, :K]))) for x, y, u in batches]
+    return [(x, y, torch.cat((both[0], both[1, :K]))) for x, y, both in batches]
 
 
 # ---- Optimizers and the training step.
 def make_optimizers(model, hp):
     """A list: AdamW, and Muon for the matrices of the blocks unless muon_learning_rate is 0.
 
-    A group's "peak" is its peak learning rate.
+    A group's "peak" is its peak learning rate, from which training_step sets its "lr".
     """
     adamw, muon = [], []  # groups of parameters, and matrices
     for name, p in model.named_parameters():
@@ -211,8 +212,8 @@ def make_optimizers(model, hp):
         adamw.append({"params": p, "peak": peak, "weight_decay": decay})
     optimizers = [torch.optim.AdamW(adamw, fused=True)]  # torch's defaults are the paper's betas
     if muon:
-        values = {"peak": hp.muon_learning_rate, "weight_decay": hp.weight_decay}
-        optimizers.append(Muon(muon, values))
+        defaults = {"peak": hp.muon_learning_rate, "weight_decay": hp.weight_decay}
+        optimizers.append(Muon(muon, defaults))
     return optimizers
 
 
@@ -256,7 +257,7 @@ def evaluate(model, shards, hp, autocast):
     # redrawn = 0: micro_batches gives each row one draw
     fixed = SimpleNamespace(**vars(hp) | {"seed": 0, "effective_batch_size": rows, "redrawn": 0})
     nats = 0
-    shown = []  # (byte, a, p) of all bytes, without <bos>
+    shown = []  # (byte, a, p) of what the model reads, except <bos>
     model.eval()
     for x, y, u in micro_batches(shards, 0, fixed, 0, 1, model.embedding.weight.device):
         with autocast:
@@ -436,7 +437,7 @@ def train(argv):
             terms["rate"] = a.float().mean()
             terms["bpb"] = terms["auto"] / math.log(2)
             terms = {name: mean_over_processes(z.detach()).item() for name, z in terms.items()}
-            _, _, positions, slots = token_layout(a > 0.5)  # gumbel's a is a float
+            _, _, positions, slots = token_layout(a > 0.5)  # system gumbel's a is a float
             speed = step_bytes / np.mean(seconds)
             seconds.clear()
             if rank == 0:
