@@ -233,7 +233,8 @@ def read_hf(options, state):
             first = 0
     except Exception as error:  # datasets and the libraries below it raise dozens of types
         in_data = isinstance(error, (ValueError, LookupError, RuntimeError, FileNotFoundError))
-        raise (UserError if local or in_data else OSError)(  # OSError: mostly the network
+        kind = UserError if local or in_data else OSError  # OSError: mostly the network
+        raise kind(
             f"cannot read --text_column={column} --split={options['split']} of {place}: {error}")
 
 
@@ -361,7 +362,8 @@ def prepare(out_dir, options):
         raise UserError(f"{out_dir} was made with {state['options']}; use another --out_dir")
 
     complete = meta.exists()
-    documents = (read_hf if "hf_path" in options else read_files)(options, state)
+    read = read_hf if "hf_path" in options else read_files
+    documents = read(options, state)
     # a finished set needs no hub
     if not complete or os.path.exists(options.get("hf_path", ".")):
         source = next(documents)

@@ -89,7 +89,6 @@ seed = 1337  # of the weights, the order of rows and the draws
 DEFAULTS = {key: value for key, value in globals().items()
             if type(value) in (int, float, bool, str) and key[0].islower()}
 
-
 VAL_LINE = ("step {step} val {val_bpb:.3f} bits/byte, rate {val_rate:.3f} | "
             "{ends_between:.0%} of tokens end between words")
 LOG_LINE = ("step {step} {bytes:,} bytes | {bpb:.3f} bits/byte, rate {rate:.3f}, "

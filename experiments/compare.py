@@ -212,8 +212,8 @@ def write_results(results):
             "tokens ending between words", "parameters", "MB", "training FLOPs", "minutes"]
     write_table(results, head, [table_row(label, seeds) for label, seeds in runs.items()])
 
-    during = {}  # training: bits over FLOPs
-    sizes = {}  # by system: bits at the end over parameters
+    during = {}  # by label: bits over FLOPs, during training
+    sizes = {}  # by system: bits over parameters, at the end
     for label, seeds in runs.items():
         during[label] = [[(e["paper_flops"], e["val_bpb"]) for e in run] for run in seeds]
         last = last_evaluations(seeds)

@@ -25,7 +25,7 @@ def orthogonalized(G):
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps along the orthogonalized momentum of matrices; Jordan et al., 2024.
+    """Steps along the orthogonalized momentum of matrices.
 
     The same as torch.optim.Muon with adjust_lr_fn="match_rms_adamw". We do not use that class: it
     always computes in bfloat16, which is slow on a T4 and twenty times slower on CPUs without
