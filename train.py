@@ -25,9 +25,10 @@ import torch.nn.functional as F
 import prepare
 from configurator import (
     UserError, characters, check, device_and_dtype, marked, read_command_line, run, say)
-from experiments.muon import Muon
-from experiments.systems import load_weights, make_model, read_checkpoint, save_checkpoint
-from model import BOS, Block, Head, Policy, token_layout
+from experiments.optimizer import make_optimizer
+from experiments.systems import (
+    compile_model, load_weights, loss_of_system, make_model, read_checkpoint, save_checkpoint)
+from model import BOS, token_layout
 
 # ---- Hyperparameters. The values are the quick run's; config/ holds the paper's. ----------------
 # A flag is read as the type of its default, so write 1.0 here for a float. The quick run differs
@@ -120,22 +121,10 @@ def discounted_return(R, gamma):
     return G
 
 
-def policy_loss(l, a, A):
-    """L_pi, eq. 18: the mean of -log pi(a_i) A_i. Position 0 is forced and adds nothing.
-
-    -grad L_pi estimates eq. 13, up to a factor (rows that are drawn once count in the mean), and
-    -grad L_auto estimates eq. 12. Their sum would be eq. 11, the gradient of eq. 10.
-    """
-    negative_log_pi = F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")
-    return (negative_log_pi * A)[..., 1:].sum() / l.numel()
-
-
 def losses(logp, early_logp, l, a, hp):
     """The total loss, and its terms for the log: a dictionary of scalar tensors by name."""
     if hp.system != "learned":
-        L_auto = -logp.mean()
-        L_boundary = early_logp  # the other systems return a loss of their own in its place
-        return L_auto + L_boundary, {"auto": L_auto, "boundary": L_boundary}
+        return loss_of_system(logp, early_logp)
     B = hp.batch_size
     L_auto = -logp[:B].mean()  # eq. 25
     if hp.redrawn == 0:  # the paper's baselines: an early exit, and the mean over rows
@@ -147,9 +136,13 @@ def losses(logp, early_logp, l, a, hp):
         R = (logp[:K] - logp[B:]).detach()
         G = discounted_return(R, hp.gamma)
         A = torch.cat((G, torch.zeros_like(logp[K:B]), -G))  # 0: rows that are drawn once
-    L_pi = policy_loss(l, a, A)
-    # mean l needs no mean over processes, since gradients are averaged. Position 0 counts
-    # too, with the policy's own l instead of the forced 1.
+    # -grad L_pi estimates eq. 13, up to a factor (rows that are drawn once count in the mean), and
+    # -grad L_auto estimates eq. 12. Their sum would be eq. 11, the gradient of eq. 10. Position 0
+    # is forced and adds nothing to L_pi.
+    negative_log_pi = F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")
+    L_pi = (negative_log_pi * A)[:, 1:].sum() / l.numel()  # eq. 18
+    # mean l needs no mean over processes, since gradients are averaged. Position 0 counts here,
+    # with the policy's own l instead of the forced 1.
     mean_p = mean_over_processes(l.detach().sigmoid().mean())
     L_tgt = l.mean() * (mean_p - hp.downsample_rate_target)  # eq. 24
     L = L_auto + hp.lambda_pi * L_pi + hp.lambda_target * L_tgt  # eq. 27
@@ -192,31 +185,8 @@ def micro_batches(shards, first_row, hp, rank, world, device):
     return [(x, y, torch.cat((both[0], both[1, :K]))) for x, y, both in batches]
 
 
-# ---- Optimizers and the training step.
-def make_optimizers(model, hp):
-    """A list: AdamW, and Muon for the matrices of the blocks unless muon_learning_rate is 0.
-
-    A group's "peak" is its peak learning rate, from which training_step sets its "lr".
-    """
-    adamw, muon = [], []  # groups of parameters, and matrices
-    for name, p in model.named_parameters():
-        peak, decay = hp.learning_rate, hp.weight_decay
-        if p.dim() < 2:
-            decay = 0
-        elif name.startswith("policy."):
-            peak, decay = hp.policy_learning_rate, 0
-        elif hp.muon_learning_rate and name.startswith(("down.", "middle.", "up.")):
-            muon.append(p)
-            continue
-        adamw.append({"params": p, "peak": peak, "weight_decay": decay})
-    optimizers = [torch.optim.AdamW(adamw, fused=True)]  # torch's defaults are the paper's betas
-    if muon:
-        defaults = {"peak": hp.muon_learning_rate, "weight_decay": hp.weight_decay}
-        optimizers.append(Muon(muon, defaults))
-    return optimizers
-
-
-def training_step(model, batches, optimizers, fraction, scaler, autocast, hp):
+# ---- The training step.
+def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
     """One training step, at this fraction of the peak learning rates.
 
     Returns the terms of the loss, l and a, all of the last micro-batch, and the gradient's norm.
@@ -228,15 +198,13 @@ def training_step(model, batches, optimizers, fraction, scaler, autocast, hp):
         scaler.scale(L / len(batches)).backward()
     for p in model.parameters():
         mean_over_processes(p.grad)
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer)
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * fraction
+    scaler.unscale_(optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak"] * fraction
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
     if math.isfinite(grad_norm):
         with autocast:  # for Muon's matrix products
-            for optimizer in optimizers:
-                optimizer.step()
+            optimizer.step()
     elif scaler.get_scale() <= 1:  # float16 starts far above 1, and the other dtypes stay at 1
         raise UserError("the gradient is not finite; use smaller learning rates")
     scaler.update()  # float16: halves the scale after an overflow, whose step was left out
@@ -281,24 +249,6 @@ def prepare_torch(device, dtype):
     torch.use_deterministic_algorithms(device == "cpu")  # resumed runs repeat to the last bit
     torch.utils.deterministic.fill_uninitialized_memory = False
     return torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
-
-
-def check_compiler(device):
-    """Compiles a small function. UserError with the compiler's own words if that fails."""
-    try:
-        torch.compile(torch.tanh)(torch.ones(8, device=device))
-    except Exception as error:
-        lines = str(error).splitlines() or [repr(error)]
-        cause = next((line for line in lines if "error: " in line), lines[0])
-        raise UserError(f"torch.compile failed: {cause}; use --compile=False") from error
-
-
-def compile_model(model, **options):
-    """Compiles the parts of the model in place. Layers of one kind share their compiled code."""
-    torch._dynamo.config.specialize_float = True  # soft-caps become constants in dynamic graphs
-    for part in model.modules():
-        if isinstance(part, (Block, Policy, Head)):
-            part.compile(dynamic=part in model.middle, **options)  # the number of tokens varies
 
 
 def report(log, record, text):
@@ -362,18 +312,15 @@ def train(argv):
     model.to(device)
     compiled = hp.compile and device != "mps"
     if compiled:
-        check_compiler(device)
-        compile_model(model)
+        compile_model(model, device)
 
-    # ---- optimizers
-    optimizers = make_optimizers(model, hp)
+    # ---- optimizer
+    optimizer = make_optimizer(model, hp)
     if saved:
-        states = saved.get("optimizers", [])
-        if len(states) != len(optimizers):
-            raise UserError(f"{checkpoint} does not fit the optimizers; muon_learning_rate cannot "
-                            "become or stop being 0 when a run resumes")
-        for optimizer, state in zip(optimizers, states):  # without groups: flags may change those
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+        if bool(hp.muon_learning_rate) != bool(saved["config"]["muon_learning_rate"]):
+            raise UserError("muon_learning_rate cannot become or stop being 0 when a run resumes")
+        state = optimizer.state_dict() | {"state": saved["optimizer"]}  # flags may change groups
+        optimizer.load_state_dict(state)
         if saved["scaler"]:  # the saved run used float16
             scaler.load_state_dict(saved["scaler"])
 
@@ -404,9 +351,9 @@ def train(argv):
             report(log, {"step": step, "bytes": bytes_seen, **metrics}, VAL_LINE)
             say("".join(marked(metrics["line"][:80])).replace("\n", "⏎"))
         if rank == 0 and (evaluating or stopping) and step > first_step:
-            states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+            state = optimizer.state_dict()["state"]
             save_checkpoint(checkpoint, {
-                "model": model.state_dict(), "optimizers": states, "scaler": scaler.state_dict(),
+                "model": model.state_dict(), "optimizer": state, "scaler": scaler.state_dict(),
                 "config": vars(hp), "step": step, "bytes_seen": bytes_seen,
                 "log_bytes": os.path.getsize(log.name)})
         if finished or stopping:
@@ -426,7 +373,7 @@ def train(argv):
             if hp.cosine:
                 fraction = (1 - math.cos(math.pi * fraction)) / 2
         terms, l, a, grad_norm = training_step(
-            model, batches, optimizers, fraction, scaler, autocast, hp)
+            model, batches, optimizer, fraction, scaler, autocast, hp)
         seconds.append(time.perf_counter() - started)
 
         if step % hp.log_interval == 0:  # shows the last micro-batch

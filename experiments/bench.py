@@ -23,7 +23,8 @@ import train
 from configurator import argument_parser, device_and_dtype, run, say
 from experiments.compare import hyperparameters, table
 from experiments.measures import flops_per_byte
-from experiments.systems import make_model
+from experiments.optimizer import make_optimizer
+from experiments.systems import compile_model, make_model
 from model import token_layout
 
 SETTINGS = "", "--redrawn=0", "--system=none", "--system=random", "--system=uniform"
@@ -47,8 +48,8 @@ def training_step(hp):
     shards = [torch.randint(256, size, dtype=torch.uint8).numpy()]
     model = make_model(vars(hp)).to(hp.device)
     if hp.compile:
-        train.compile_model(model)
-    optimizers = train.make_optimizers(model, hp)
+        compile_model(model, hp.device)
+    optimizer = make_optimizer(model, hp)
     autocast = train.prepare_torch(hp.device, hp.dtype)
     scaler = torch.amp.GradScaler(hp.device, enabled=hp.dtype == "float16")
     first_rows = itertools.count(0, hp.effective_batch_size)
@@ -56,7 +57,7 @@ def training_step(hp):
 
     def step():
         batches = train.micro_batches(shards, next(first_rows), hp, 0, 1, hp.device)
-        return train.training_step(model, batches, optimizers, fraction, scaler, autocast, hp)
+        return train.training_step(model, batches, optimizer, fraction, scaler, autocast, hp)
 
     _, _, a, _ = step()
     _, _, positions, slots = token_layout(a > 0.5)

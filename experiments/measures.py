@@ -1,7 +1,7 @@
 """FLOPs of training: of all matrix products, and as the paper counts them."""
 import math
 
-import train
+from experiments.optimizer import make_optimizer
 from model import Model, chunking
 
 
@@ -44,12 +44,12 @@ def executed_flops(model, B, T, M):
     return 2 * (3 * B * encoder + (3 * B + R) * from_middle)  # a multiply-add is two FLOPs
 
 
-def muon_flops(muon):
+def muon_flops(optimizer):
     """FLOPs of a step of Muon: three matrix products per Newton-Schulz iteration."""
     flops = 0
-    for group in muon.param_groups:
-        for p in group["params"]:
-            small, large = sorted(p.shape)
+    for group in optimizer.param_groups:
+        if group["muon"]:
+            small, large = sorted(group["params"][0].shape)
             flops += 5 * (4 * small**2 * large + 2 * small**3)
     return flops
 
@@ -57,7 +57,7 @@ def muon_flops(muon):
 def flops_per_byte(model, hp, T, M):
     """FLOPs of training per byte, if T and M are those of every micro-batch."""
     passes = executed_flops(model, hp.batch_size, T, M) / hp.batch_size  # of a row
-    products = sum(muon_flops(muon) for muon in train.make_optimizers(model, hp)[1:])
+    products = muon_flops(make_optimizer(model, hp))
     return (passes + products / hp.effective_batch_size) / hp.seq_len
 
 

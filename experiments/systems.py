@@ -1,6 +1,6 @@
 """
 The other ways to place boundaries that the paper compares with: train.py --system=NAME. Also makes,
-saves and loads the models of all systems.
+compiles, saves and loads the models of all systems.
 
 Every system is a U-Net like the learned one. They differ in what decides where tokens end and, for
 gumbel and hnet, in how tokens are made and handed back.
@@ -28,10 +28,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from configurator import UserError
-from model import Model, ModelConfig, RMSNorm, UNet, token_layout
+from model import Block, Head, Model, ModelConfig, Policy, RMSNorm, UNet, token_layout
 
 TEMPERATURE = 0.5  # of gumbel's relaxed Bernoulli
 RATIO_WEIGHT = 0.03  # of hnet's ratio loss
+
+
+def loss_of_system(logp, boundary_loss):
+    """The total loss of a system without a policy, and its terms for the log; see train.losses."""
+    L_auto = -logp.mean()
+    return L_auto + boundary_loss, {"auto": L_auto, "boundary": boundary_loss}
 
 
 class System(UNet):
@@ -266,7 +272,7 @@ SYSTEMS = {
     "none": EveryByte, "gumbel": Gumbel, "hnet": HNet}
 
 
-# ---- Making, saving and loading models of any system.
+# ---- Making, compiling, saving and loading models of any system.
 def make_model(hyperparameters):
     """A new model. Of the dictionary, only ModelConfig's keys are used. UserError: no such system.
     """
@@ -278,6 +284,22 @@ def make_model(hyperparameters):
         raise UserError(f"system={config.system!r} must be one of {', '.join(SYSTEMS)}, or a "
                         "checkpoint's path, which ends in .pt")
     return SYSTEMS[config.system](config)
+
+
+def compile_model(model, device, **options):
+    """Compiles the parts of the model in place. Layers of one kind share their compiled code.
+
+    UserError with the compiler's own words if it does not work.
+    """
+    try:
+        torch.compile(torch.tanh)(torch.ones(8, device=device))
+    except Exception as error:
+        [cause, *_] = re.findall(".*error: .*", str(error)) or [error]
+        raise UserError(f"torch.compile failed: {cause}; use --compile=False") from error
+    torch._dynamo.config.specialize_float = True  # soft-caps become constants in dynamic graphs
+    for part in model.modules():
+        if isinstance(part, (Block, Policy, Head)):
+            part.compile(dynamic=part in model.middle, **options)  # the number of tokens varies
 
 
 def save_checkpoint(path, saved):
@@ -299,6 +321,7 @@ def read_checkpoint(path):
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         missing = {field.name for field in fields(ModelConfig)} - saved["config"].keys()
+        missing |= {"optimizer"} - saved.keys()
     except OSError:
         raise
     except Exception as error:  # damaged bytes can raise nearly anything

@@ -13,6 +13,7 @@ from configurator import UserError, read_command_line
 from conftest import TINY
 from experiments import bench, compare
 from experiments.measures import executed_flops, flops_per_byte, muon_flops, paper_flops_per_byte
+from experiments.optimizer import make_optimizer
 from experiments.systems import SYSTEMS, Fixed, load_checkpoint, make_model
 from model import BOS, token_layout
 from train import DEFAULTS
@@ -43,22 +44,22 @@ def test_executed_flops_are_those_that_torch_counts(flags):
     y = torch.randint(256, (8, hp["seq_len"]))
     x = F.pad(y[:, :-1], (1, 0), value=BOS)
     u = torch.rand(8 + round(8 * hp["redrawn"]), hp["seq_len"])
-    _, muon = train.make_optimizers(model, SimpleNamespace(**hp))
-    for group in muon.param_groups:
+    optimizer = make_optimizer(model, SimpleNamespace(**hp))
+    for group in optimizer.param_groups:
         group["lr"] = 0.1
     with FlopCounterMode(display=False) as counter:
         logp, early_logp, l, a = model(x, y, u)
         early = 0 if early_logp is None else early_logp.sum()
         (logp.sum() + early + l.sum()).backward()
         model_flops = counter.get_total_flops()
-        muon.step()
+        optimizer.step()
     _, _, positions, slots = token_layout(a > 0.5)
     flops = executed_flops(model, 8, len(slots), positions.size(1))
     assert flops == pytest.approx(model_flops, rel=0.03 if len(a) > 8 else 0.01)
-    assert model_flops + muon_flops(muon) == counter.get_total_flops()
+    assert model_flops + muon_flops(optimizer) == counter.get_total_flops()
     hp |= {"batch_size": 8, "effective_batch_size": 24}
     per_byte = flops_per_byte(model, SimpleNamespace(**hp), len(slots), positions.size(1))
-    assert per_byte * 24 * hp["seq_len"] == pytest.approx(3 * flops + muon_flops(muon))
+    assert per_byte * 24 * hp["seq_len"] == pytest.approx(3 * flops + muon_flops(optimizer))
 
 
 def test_the_paper_counts_six_flops_per_matrix_parameter():

@@ -20,7 +20,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import train
 from configurator import UserError, read_command_line
 from conftest import ROOT, TINY, run
-from experiments.systems import load_checkpoint, make_model
+from experiments import optimizer
+from experiments.optimizer import MuonAdamW
+from experiments.systems import compile_model, load_checkpoint, make_model
 from model import BOS, UNet
 from prepare import open_shards
 from test_model import small_model, some_bytes, uniforms_for
@@ -173,9 +175,46 @@ def test_training_steps_are_those_of_the_written_equations(redrawn, data, tmp_pa
         assert error < 1e-3, name
 
 
+@pytest.mark.paper
+@pytest.mark.parametrize("redrawn, B, scale", [
+    (1.0, 1, 1),
+    (0.5, 2, 2 / 3),  # the row that is drawn once counts in the mean, but teaches nothing
+    (0.0, 2, 1 / 2)])  # the mean over both rows holds the row itself
+def test_the_policy_loss_has_the_gradient_of_the_expected_loss_on_average(redrawn, B, scale):
+    """Over all combinations of the 4 possible draws of rows of 3 bytes. gamma is 1."""
+    model = small_model(redrawn=redrawn)
+    y = torch.tensor([[7, 8, 9]]).expand(4, -1)
+    x = F.pad(y[:, :-1], (1, 0), value=BOS)
+    possible = torch.tensor([[1, 0, 0], [1, 0, 1], [1, 1, 0], [1, 1, 1]], dtype=torch.bool)
+
+    def passes(a, rows):
+        logp, early_logp, l, a = model(x[:rows], y[:rows], uniforms_for(a))
+        pi = F.logsigmoid(torch.where(a, l, -l))[:, 1:].sum(1).exp()  # of each draw
+        return logp.detach(), early_logp, l, a, pi
+
+    def gradient(loss):
+        return torch.autograd.grad(loss, model.policy.linear.weight)[0]
+
+    hp = SimpleNamespace(**train.DEFAULTS | {"redrawn": redrawn, "batch_size": B, "gamma": 1.0})
+    draws = B + math.ceil(redrawn * B)
+    expected = 0
+    for numbers in itertools.product(range(4), repeat=draws):
+        *outputs, pi = passes(possible[list(numbers)], B)
+        _, terms = train.losses(*outputs, hp)
+        expected = expected + pi.prod().detach() * gradient(terms["pi"])
+    exact = 0
+    for a in possible:
+        logp, _, _, _, pi = passes(a.repeat(draws, 1), B)
+        exact = exact + gradient(-pi[0] * logp[0].mean())
+    assert exact.norm() > 1e-3
+    torch.testing.assert_close(expected, scale * exact, atol=2e-6, rtol=1e-3)
+
+
 def test_the_forced_position_teaches_the_policy_nothing():
-    l, A = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5)
-    train.policy_loss(l, torch.ones(3, 5), A).backward()
+    hp = SimpleNamespace(**train.DEFAULTS | {"redrawn": 1.0, "batch_size": 3})
+    l = torch.randn(6, 5, requires_grad=True)
+    _, terms = train.losses(torch.randn(6, 5), None, l, torch.ones(6, 5), hp)
+    terms["pi"].backward()
     assert not l.grad[:, 0].any()
     assert l.grad[:, 1:].all()
 
@@ -214,11 +253,10 @@ def test_every_epoch_reads_every_row_once_in_its_own_order_on_any_number_of_proc
 def error_of_moments(one, other):
     """The largest relative error between two checkpoints' running means of gradients."""
     errors = []
-    for state, other_state in zip(one["optimizers"], other["optimizers"], strict=True):
-        for number, values in state.items():
-            for key in {"momentum", "exp_avg"} & values.keys():
-                mean, other_mean = values[key], other_state[number][key]
-                errors.append((other_mean - mean).norm() / mean.norm())
+    for number, values in one["optimizer"].items():
+        for key in {"momentum", "exp_avg"} & values.keys():
+            mean, other_mean = values[key], other["optimizer"][number][key]
+            errors.append((other_mean - mean).norm() / mean.norm())
     return max(errors)
 
 
@@ -265,7 +303,7 @@ def test_a_training_step_is_compiled_once_though_the_number_of_tokens_varies(R):
     model, compiled = small_model(redrawn=R / 2).eval(), small_model(redrawn=R / 2).eval()
     x, y = some_bytes(2, 64)
     counter = CompileCounterWithBackend("eager")
-    train.compile_model(compiled, backend=counter)
+    compile_model(compiled, "cpu", backend=counter)
     graphs = []
     for i, rate in enumerate([0.3, 0.1, 0.9, 0.5, 1.0, 0.0, 0.7]):
         a = torch.rand(2 + R, 64, generator=torch.Generator().manual_seed(i)) < rate
@@ -322,13 +360,12 @@ def test_a_failing_compiler_is_quoted(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", compile)
     with pytest.raises(UserError, match="fatal error: y.h is missing; use --compile=False"):
-        train.check_compiler("cpu")
+        compile_model(None, "cpu")
 
 
 def test_compile_reaches_the_model_on_the_cpu(data, tmp_path, monkeypatch):
     compiled = []
-    monkeypatch.setattr(train, "compile_model", compiled.append)
-    monkeypatch.setattr(train, "check_compiler", lambda device: None)
+    monkeypatch.setattr(train, "compile_model", lambda *z: compiled.append(z))
     for flag in "--compile=True", "--compile=False":
         train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}/{flag}", flag,
                     "--training_bytes=1"])
@@ -472,12 +509,12 @@ def test_a_flag_given_on_resume_overrides_the_checkpoint(trained, tmp_path, monk
     shutil.copytree(trained, tmp_path / "out")
     decays = []
 
-    class AdamW(torch.optim.AdamW):
+    class Optimizer(MuonAdamW):
         def step(self):
             decays[:] = [group["weight_decay"] for group in self.param_groups]
             super().step()
 
-    monkeypatch.setattr(torch.optim, "AdamW", AdamW)
+    monkeypatch.setattr(optimizer, "MuonAdamW", Optimizer)
     flags = {"weight_decay": 0.25, "redrawn": 1.0, "policy_softcap": 1.0, "attention_window": 4,
              "downsample_rate_target": 0.4, "training_bytes": 16 * STEP,
              "muon_learning_rate": 1e-3}

@@ -1,0 +1,73 @@
+"""
+The optimizer: AdamW, and Muon (Jordan et al., 2024) for the matrices of the blocks.
+
+See https://kellerjordan.github.io/posts/muon. Muon is not part of the paper's method.
+"""
+from collections import defaultdict
+
+import torch
+import torch.nn.functional as F
+
+
+def make_optimizer(model, hp):
+    """An optimizer of all parameters, each of which has a group of its own.
+
+    A group's "peak" is its peak learning rate, from which training_step sets its "lr".
+    """
+    groups = []
+    for name, p in model.named_parameters():
+        peak, decay, muon = hp.learning_rate, hp.weight_decay, False
+        if p.dim() < 2:
+            decay = 0
+        elif name.startswith("policy."):
+            peak, decay = hp.policy_learning_rate, 0
+        elif hp.muon_learning_rate and name.startswith(("down.", "middle.", "up.")):
+            peak, muon = hp.muon_learning_rate, True
+        groups.append({"params": p, "peak": peak, "weight_decay": decay, "muon": muon})
+    return MuonAdamW(groups, fused=True)  # torch's defaults are the paper's betas
+
+
+def orthogonalized(G):
+    """Brings the singular values of each matrix in G (n, rows, columns) near 1.
+
+    It takes five Newton-Schulz iterations.
+    """
+    if G.size(1) > G.size(2):
+        return orthogonalized(G.mT).mT  # so that X @ X.mT is the smaller product
+    X = F.normalize(G, dim=(1, 2), eps=1e-7)
+    for _ in range(5):
+        A = X @ X.mT
+        A = torch.baddbmm(A, A, A, beta=-4.775, alpha=2.0315)  # -4.775 A + 2.0315 A A
+        X = torch.baddbmm(X, A, X, beta=3.4445)  # 3.4445 X + A X
+    return X
+
+
+class MuonAdamW(torch.optim.AdamW):
+    """Muon steps along the orthogonalized momentum of matrices. All else is torch's AdamW.
+
+    The same as torch.optim.Muon with adjust_lr_fn="match_rms_adamw". We do not use that class: it
+    always computes in bfloat16, which is slow on a T4 and twenty times slower on CPUs without
+    AVX512, and updates one matrix at a time.
+    """
+
+    @torch.no_grad()
+    def step(self):
+        by_shape = defaultdict(list)  # the groups of Muon's matrices
+        for group in self.param_groups:
+            if group["muon"]:
+                [p] = group["params"]
+                by_shape[p.shape].append(group)
+        for (rows, columns), groups in by_shape.items():
+            matrices = [group["params"][0] for group in groups]
+            G = torch.stack([p.grad for p in matrices])
+            state = self.state[matrices[0]]  # of all matrices of this shape
+            state["step"] = torch.zeros(())  # unused, but AdamW cannot load a state without it
+            momentum = state.setdefault("momentum", torch.zeros_like(G))
+            momentum.lerp_(G, 0.05)
+            update = orthogonalized(G.lerp(momentum, 0.95))  # Nesterov momentum
+            size = 0.2 * max(rows, columns) ** 0.5
+            for p, group, direction in zip(matrices, groups, update):
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(direction, alpha=group["lr"] * size)
+                p.grad = None  # AdamW skips it
+        super().step()
