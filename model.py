@@ -13,7 +13,8 @@ are the paper's too:
 
 B rows, N bytes in a row, D = embedding_dim; T tokens in the batch, M in its longest row, both
 rounded up; w = policy_window; S = policy_scale, the D of eq. 22. The boundaries of K rows are drawn
-twice (our addition).
+twice, which is our addition: each draw is the other's baseline, instead of eq. 14, 15 and 17. See
+losses in train.py.
 """
 import copy
 import math
@@ -87,7 +88,7 @@ def softcapped_attention(q, k, v, mask):
 
 def chunking(N, window):
     """The size of a chunk, the number of chunks, and how many earlier chunks a query can see."""
-    C = max(window // 2, 8)  # products smaller than 8 by 16 are slow
+    C = max(window // 2, 8)  # C queries by (back + 1) C keys; below 8 by 16 is slow
     return C, math.ceil(N / C), math.ceil((window - 1) / C)
 
 
@@ -129,10 +130,10 @@ class Attention(nn.Module):
         if self.window:
             return window_attention(q, k, v, self.window)
         M = q.size(2)
-        if torch.compiler.is_compiling():  # tells the compiler what it cannot infer about M
-            torch._check(M % M_MULTIPLE == 0)  # so a GPU loads several scores at once
-            if M <= 1024:  # compiles a second graph, for short rows: softmax fits into registers
-                torch._check(M <= 1024)  # tells the compiler that this is the short one
+        if torch.compiler.is_compiling():  # hints for the compiler, which change no result
+            torch._check(M % M_MULTIPLE == 0)  # by token_layout: a GPU loads several scores at once
+            if M <= 1024:  # the compiler makes one graph for each case. In this one, ...
+                torch._check(M <= 1024)  # ... its softmax can keep a row in registers
         i = torch.arange(M, device=q.device)
         return softcapped_attention(q, k, v, i <= i[:, None])
 
@@ -256,7 +257,7 @@ def token_layout(a):
 
         ends (T,)         the byte where each token ends, an index into the B * N bytes
         reads (B, N)      the token that each byte reads: the last one that ends at or before it
-        positions (B, M)  the position of each token of a row: its last byte's (our choice)
+        positions (B, M)  each token's position for RoPE: its last byte's in the row (our choice)
         slots (T,)        where each token lies among the B * M slots of positions
 
     T is rounded up with fillers, copies of byte 0 of the batch. They take empty slots of any row,
@@ -271,7 +272,7 @@ def token_layout(a):
     used = used.flatten()  # which slots hold a token
     T = math.ceil(len(ends) / T_MULTIPLE) * T_MULTIPLE
     T = min(T, len(used))
-    slots = torch.cat((used.nonzero(), (~used).nonzero()))  # the fillers' come last
+    slots = torch.cat((used.nonzero(), (~used).nonzero()))  # row by row like ends, then fillers
     slots = slots[:T, 0]
     ends = F.pad(ends, (0, T - len(ends)))
     positions = ends.new_zeros(len(used))

@@ -124,7 +124,7 @@ def discounted_return(R, gamma):
 def losses(logp, early_logp, l, a, hp):
     """The total loss, and its terms for the log: a dictionary of scalar tensors by name."""
     if hp.system != "learned":
-        return loss_of_system(logp, early_logp)
+        return loss_of_system(logp, early_logp)  # other systems return their own loss as early_logp
     B = hp.batch_size
     L_auto = -logp[:B].mean()  # eq. 25
     if hp.redrawn == 0:  # the paper's baselines: an early exit, and the mean over rows
@@ -136,9 +136,9 @@ def losses(logp, early_logp, l, a, hp):
         R = (logp[:K] - logp[B:]).detach()
         G = discounted_return(R, hp.gamma)
         A = torch.cat((G, torch.zeros_like(logp[K:B]), -G))  # 0: rows that are drawn once
-    # -grad L_pi estimates eq. 13, up to a factor (rows that are drawn once count in the mean), and
-    # -grad L_auto estimates eq. 12. Their sum would be eq. 11, the gradient of eq. 10. Position 0
-    # is forced and adds nothing to L_pi.
+    # If gamma is 1, -grad L_pi estimates eq. 13, but for a constant factor: only 2 K of the B + K
+    # draws have an A. -grad L_auto estimates eq. 12. The gradient of eq. 10 is the sum of the two,
+    # eq. 11. Position 0 is forced and adds nothing to L_pi.
     negative_log_pi = F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")
     L_pi = (negative_log_pi * A)[:, 1:].sum() / l.numel()  # eq. 18
     # mean l needs no mean over processes, since gradients are averaged. Position 0 counts here,
@@ -146,7 +146,8 @@ def losses(logp, early_logp, l, a, hp):
     mean_p = mean_over_processes(l.detach().sigmoid().mean())
     L_tgt = l.mean() * (mean_p - hp.downsample_rate_target)  # eq. 24
     L = L_auto + hp.lambda_pi * L_pi + hp.lambda_target * L_tgt  # eq. 27
-    terms = {"auto": L_auto, "pi": L_pi, "target": L_tgt, "advantage_std": A.std()}
+    terms = {"auto": L_auto, "pi": L_pi, "target": L_tgt}
+    terms["advantage_std"] = A.std()  # with the zeros
     if hp.redrawn == 0:
         L_early = -early_logp.mean()  # eq. 26
         L = L + hp.lambda_early * L_early
@@ -202,7 +203,7 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * fraction
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
-    if math.isfinite(grad_norm):
+    if math.isfinite(grad_norm):  # in place of scaler.step: the gradients are unscaled already
         with autocast:  # for Muon's matrix products
             optimizer.step()
     elif scaler.get_scale() <= 1:  # float16 starts far above 1, and the other dtypes stay at 1
@@ -304,7 +305,7 @@ def train(argv):
         everyones = [None] * world
         dist.all_gather_object(everyones, mine)
         if everyones.count(mine) < world:
-            dist.barrier()  # all of them say so
+            dist.barrier()  # so that none is killed before it has said so
             raise UserError("the processes see different checkpoints or data; with several nodes, "
                             "put out_dir and data on a disk that all of them share")
 
@@ -365,11 +366,11 @@ def train(argv):
         first_row = bytes_seen // hp.seq_len
         batches = micro_batches(train_shards, first_row, hp, rank, world, device)
         bytes_seen += step_bytes
-        middle = bytes_seen - step_bytes / 2  # of this training step
-        if middle < hp.warmup_bytes:
-            fraction = middle / hp.warmup_bytes
+        midpoint = bytes_seen - step_bytes / 2
+        if midpoint < hp.warmup_bytes:
+            fraction = midpoint / hp.warmup_bytes
         else:
-            fraction = (end - middle) / (end - hp.warmup_bytes)
+            fraction = (end - midpoint) / (end - hp.warmup_bytes)
             if hp.cosine:
                 fraction = (1 - math.cos(math.pi * fraction)) / 2
         terms, l, a, grad_norm = training_step(
@@ -383,6 +384,7 @@ def train(argv):
             terms["rate"] = a.float().mean()
             terms["bpb"] = terms["auto"] / math.log(2)
             terms = {name: mean_over_processes(z.detach()).item() for name, z in terms.items()}
+            # T and M of first and second draws together: experiments/measures.py counts FLOPs
             _, _, positions, slots = token_layout(a > 0.5)  # system gumbel's a is a float
             speed = step_bytes / np.mean(seconds)
             seconds.clear()
@@ -397,7 +399,7 @@ def train(argv):
         program = "sample.py" if finished else "train.py --resume=True"
         say(f"ended after step {step}; go on with: python {program} --out_dir={hp.out_dir}")
     if world > 1:
-        dist.barrier()  # the others still need this process's threads
+        dist.barrier()  # exiting breaks connections that other processes still use
 
 
 stop_signals = []  # Ctrl-C, schedulers and closed terminals add to it: the run saves and ends
