@@ -130,10 +130,13 @@ class Attention(nn.Module):
         if self.window:
             return window_attention(q, k, v, self.window)
         M = q.size(2)
-        if torch.compiler.is_compiling():  # hints for the compiler, which change no result
-            torch._check(M % M_MULTIPLE == 0)  # by token_layout: a GPU loads several scores at once
-            if M <= 1024:  # the compiler makes one graph for each case. In this one, ...
-                torch._check(M <= 1024)  # ... its softmax can keep a row in registers
+        if torch.compiler.is_compiling():  # these lines change no result
+            # token_layout ensures this; when the compiler knows, a GPU loads several scores at once
+            torch._check(M % M_MULTIPLE == 0)
+            # a graph of its own for short rows, in which softmax keeps a row in registers; the
+            # compiler does not infer the bound from the branch
+            if M <= 1024:
+                torch._check(M <= 1024)
         i = torch.arange(M, device=q.device)
         return softcapped_attention(q, k, v, i <= i[:, None])
 
@@ -189,7 +192,8 @@ class Block(nn.Module):
 class Policy(nn.Module):
     """The logit of "a token ends here" after every possible history of w decisions; eq. 21-23.
 
-    Replace it as you like, as long as the logits at i depend on X_i alone.
+    Replace it as you like, as long as the logits at i depend on X_i alone: sample.py passes one
+    position at a time.
     """
 
     def __init__(self, config):
@@ -345,7 +349,7 @@ class UNet(nn.Module):
 
         X (B, N, D), tokens Y' (T, D), reads (B, N): the token that each byte reads.
         """
-        return X + F.embedding(reads, tokens)  # eq. 9; the authors' code adds Y' - X'
+        return X + F.embedding(reads, tokens)  # eq. 9; the authors add Y' - X', not Y'
 
     def decode(self, Y):
         """Y (B, N, D) -> what the head reads, (B, N, D); eq. 6."""

@@ -23,8 +23,8 @@ from configurator import UserError, check, device_and_dtype, marked, read_comman
 from experiments.systems import load_checkpoint
 from model import BOS, softcapped_attention
 
-# ---- Settings, which --key=value overrides, and what must hold for them. A flag is parsed as the
-# type of its default; where that is bytes, its text is taken as it is.
+# ---- Settings, which --key=value overrides. A flag is parsed as the type of its default; where
+# that is bytes, its text is taken as it is.
 DEFAULTS = dict(
     out_dir="out",  # folder where train.py left ckpt.pt
     start=b"",  # the text to continue
@@ -38,6 +38,8 @@ DEFAULTS = dict(
     seed=1337,  # of the draws
     device="auto",  # "auto", "cpu", "cuda" or "mps"
 )
+
+# ---- What must hold for them.
 RULES = """\
 num_samples > 0
 max_new_bytes > 0

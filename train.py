@@ -92,6 +92,7 @@ DEFAULTS = {key: value for key, value in globals().items()
 
 VAL_LINE = ("step {step} val {val_bpb:.3f} bits/byte, rate {val_rate:.3f} | "
             "{ends_between:.0%} of tokens end between words")
+# undecided: the mean of p (1 - p), relative to that of p = target
 LOG_LINE = ("step {step} {bytes:,} bytes | {bpb:.3f} bits/byte, rate {rate:.3f}, "
             "{undecided:.0%} undecided | {bytes_per_second:,.0f} bytes/s, "
             "{minutes_left:.1f} min left")
@@ -136,9 +137,10 @@ def losses(logp, early_logp, l, a, hp):
         R = (logp[:K] - logp[B:]).detach()
         G = discounted_return(R, hp.gamma)
         A = torch.cat((G, torch.zeros_like(logp[K:B]), -G))  # 0: rows that are drawn once
-    # If gamma is 1, -grad L_pi estimates eq. 13, but for a constant factor: only 2 K of the B + K
-    # draws have an A. -grad L_auto estimates eq. 12. The gradient of eq. 10 is the sum of the two,
-    # eq. 11. Position 0 is forced and adds nothing to L_pi.
+    # If gamma is 1, -grad L_pi estimates eq. 13, but for a factor: 2 K / (B + K) with second draws,
+    # else 1 - 1 / n, since eq. 17's mean over n rows includes the row itself. -grad L_auto
+    # estimates eq. 12. The gradient of eq. 10 is the sum of the two, eq. 11; eq. 27 weights eq. 13
+    # by lambda_pi. Position 0 is forced and adds nothing to L_pi.
     negative_log_pi = F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")
     L_pi = (negative_log_pi * A)[:, 1:].sum() / l.numel()  # eq. 18
     # mean l needs no mean over processes, since gradients are averaged. Position 0 counts here,
@@ -178,8 +180,9 @@ def micro_batches(shards, first_row, hp, rank, world, device):
     y = torch.from_numpy(np.stack(rows)).to(device).long()
     x = F.pad(y[:, :-1], (1, 0), value=BOS)
     generator = np.random.default_rng([hp.seed, 1, first_row])
+    # one array for first draws, one for second draws
     u = generator.random((2, hp.effective_batch_size, hp.seq_len), np.float32)
-    u = torch.from_numpy(u[:, rank::world]).to(device)  # for first draws, and for second ones
+    u = torch.from_numpy(u[:, rank::world]).to(device)
     B = hp.batch_size
     K = math.ceil(hp.redrawn * B)
     batches = zip(x.split(B), y.split(B), u.split(B, dim=1))
@@ -203,12 +206,12 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * fraction
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
-    if math.isfinite(grad_norm):  # in place of scaler.step: the gradients are unscaled already
+    if math.isfinite(grad_norm):  # otherwise the step is left out, as by scaler.step
         with autocast:  # for Muon's matrix products
             optimizer.step()
     elif scaler.get_scale() <= 1:  # float16 starts far above 1, and the other dtypes stay at 1
         raise UserError("the gradient is not finite; use smaller learning rates")
-    scaler.update()  # float16: halves the scale after an overflow, whose step was left out
+    scaler.update()  # float16: halves the scale after an overflow
     model.zero_grad()
     return terms, l, a, grad_norm
 
@@ -235,6 +238,7 @@ def evaluate(model, shards, hp, autocast):
         shown += zip(*columns)
     model.train()
     tokens = rows + sum(a for _, a, _ in shown)  # <bos> is a token too
+    # a token ends with a character if it ends with any of the character's bytes
     between = [not character.isalnum() for character, a, _ in characters(shown) if a]
     return {
         "val_bpb": nats / math.log(2) / (rows * hp.seq_len),
@@ -318,10 +322,13 @@ def train(argv):
     # ---- optimizer
     optimizer = make_optimizer(model, hp)
     if saved:
-        if bool(hp.muon_learning_rate) != bool(saved["config"]["muon_learning_rate"]):
-            raise UserError("muon_learning_rate cannot become or stop being 0 when a run resumes")
-        state = optimizer.state_dict() | {"state": saved["optimizer"]}  # flags may change groups
-        optimizer.load_state_dict(state)
+        state = saved.get("optimizer")
+        old = saved["config"]["muon_learning_rate"]
+        if not state or (old == 0) != (hp.muon_learning_rate == 0):
+            raise UserError(f"{checkpoint} does not fit the optimizer; muon_learning_rate cannot "
+                            "become or stop being 0 when a run resumes")
+        # keeps this run's groups, because flags may have changed their settings
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         if saved["scaler"]:  # the saved run used float16
             scaler.load_state_dict(saved["scaler"])
 
@@ -379,7 +386,6 @@ def train(argv):
 
         if step % hp.log_interval == 0:  # shows the last micro-batch
             p, target = l.sigmoid(), hp.downsample_rate_target
-            # p (1 - p), relative to that of p = target
             terms["undecided"] = (p * (1 - p)).mean() / (target * (1 - target))
             terms["rate"] = a.float().mean()
             terms["bpb"] = terms["auto"] / math.log(2)

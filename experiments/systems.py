@@ -321,7 +321,6 @@ def read_checkpoint(path):
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         missing = {field.name for field in fields(ModelConfig)} - saved["config"].keys()
-        missing |= {"optimizer"} - saved.keys()
     except OSError:
         raise
     except Exception as error:  # damaged bytes can raise nearly anything

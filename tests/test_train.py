@@ -688,7 +688,7 @@ def test_a_finished_run_is_not_overwritten(trained, data):
     assert (trained / "ckpt.pt").read_bytes() == before
 
 
-def test_a_checkpoint_of_another_shape_or_meaning_is_refused(trained):
+def test_a_checkpoint_of_another_shape_or_meaning_is_refused(trained, tmp_path):
     error = refused(f"--out_dir={trained}", "--resume=True", "--n_mid_layers=3")
     assert "ckpt.pt does not fit the model" in error
     assert "middle.2" in error
@@ -697,6 +697,11 @@ def test_a_checkpoint_of_another_shape_or_meaning_is_refused(trained):
         assert "cannot change when a run" in refused(f"--out_dir={trained}", "--resume=True", flag)
     error = refused(f"--out_dir={trained}", "--resume=True", "--muon_learning_rate=0")
     assert "muon_learning_rate cannot become or stop being 0" in error
+    shutil.copytree(trained, tmp_path / "old")
+    saved = torch.load(trained / "ckpt.pt")
+    del saved["optimizer"]  # as in a checkpoint of an earlier version
+    torch.save(saved, tmp_path / "old/ckpt.pt")
+    assert "does not fit the optimizer" in refused(f"--out_dir={tmp_path}/old", "--resume=True")
 
 
 @pytest.mark.paper
