@@ -141,7 +141,10 @@ class Attention(nn.Module):
         return softcapped_attention(q, k, v, i <= i[:, None])
 
     def forward(self, x, cos, sin, slots=None):
-        """x is (B, N, D) for bytes, or (T, D) for tokens; slots are token_layout's."""
+        """x is (B, N, D) for bytes, or (T, D) for tokens; slots are token_layout's.
+
+        cos and sin are (N, 1, head_dim / 2), or (B, M, 1, head_dim / 2).
+        """
         qkv = self.qkv(x)
         if slots is not None:  # put the tokens into rows (B, M), with zeros in empty slots
             B, M = cos.shape[:2]
@@ -349,7 +352,7 @@ class UNet(nn.Module):
 
         X (B, N, D), tokens Y' (T, D), reads (B, N): the token that each byte reads.
         """
-        return X + F.embedding(reads, tokens)  # eq. 9; the authors add Y' - X', not Y'
+        return X + F.embedding(reads, tokens)  # eq. 9; the authors' code adds Y' - X'
 
     def decode(self, Y):
         """Y (B, N, D) -> what the head reads, (B, N, D); eq. 6."""
@@ -380,6 +383,7 @@ class Model(UNet):
         later byte or decision. The first K rows are drawn twice: logp, l and a (bool) are
         (B + K, N), with the second draws at the end. Of a second draw only l has a gradient, since
         its logp is just a reward. early_logp (B, N) is the early exit's, or None without one.
+        Evaluation passes K = 0 even if the model has no early exit.
         """
         B, K = len(x), len(u) - len(x)
         X = self.encode(x)  # eq. 1

@@ -32,7 +32,7 @@ from model import BOS, token_layout
 
 # ---- Hyperparameters. The values are the quick run's; config/ holds the paper's. ----------------
 # A flag is read as the type of its default, so write 1.0 here for a float. The quick run differs
-# from the paper in
+# from the paper in the following. (What the paper leaves open: experiments/README.md.)
 #   1. two draws of the boundaries of half the rows, each the other's baseline, instead of an early
 #      exit and the mean over rows
 #   2. policy_window 1, not 8 (the paper has it as an ablation), and gamma 0.97, not 0.99
@@ -92,7 +92,7 @@ DEFAULTS = {key: value for key, value in globals().items()
 
 VAL_LINE = ("step {step} val {val_bpb:.3f} bits/byte, rate {val_rate:.3f} | "
             "{ends_between:.0%} of tokens end between words")
-# undecided: the mean of p (1 - p), relative to that of p = target
+# undecided: the mean of p (1 - p), relative to that of p = target; it can exceed 1
 LOG_LINE = ("step {step} {bytes:,} bytes | {bpb:.3f} bits/byte, rate {rate:.3f}, "
             "{undecided:.0%} undecided | {bytes_per_second:,.0f} bytes/s, "
             "{minutes_left:.1f} min left")
@@ -137,10 +137,11 @@ def losses(logp, early_logp, l, a, hp):
         R = (logp[:K] - logp[B:]).detach()
         G = discounted_return(R, hp.gamma)
         A = torch.cat((G, torch.zeros_like(logp[K:B]), -G))  # 0: rows that are drawn once
-    # If gamma is 1, -grad L_pi estimates eq. 13, but for a factor: 2 K / (B + K) with second draws,
-    # else 1 - 1 / n, since eq. 17's mean over n rows includes the row itself. -grad L_auto
-    # estimates eq. 12. The gradient of eq. 10 is the sum of the two, eq. 11; eq. 27 weights eq. 13
-    # by lambda_pi. Position 0 is forced and adds nothing to L_pi.
+    # If gamma is 1, -grad L_pi estimates eq. 13, times a factor. With second draws that is
+    # 2 K / (B + K), the fraction of draws that have an A. Otherwise it is 1 - 1 / n, because eq. 17's
+    # mean over n rows includes the row itself.
+    # -grad L_auto estimates eq. 12. The gradient of eq. 10 is the sum of the two, eq. 11; eq. 27
+    # weights eq. 13 by lambda_pi. Position 0 is forced and adds nothing to L_pi.
     negative_log_pi = F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")
     L_pi = (negative_log_pi * A)[:, 1:].sum() / l.numel()  # eq. 18
     # mean l needs no mean over processes, since gradients are averaged. Position 0 counts here,
@@ -206,7 +207,7 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * fraction
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
-    if math.isfinite(grad_norm):  # otherwise the step is left out, as by scaler.step
+    if math.isfinite(grad_norm):  # in place of scaler.step, which leaves out the same steps
         with autocast:  # for Muon's matrix products
             optimizer.step()
     elif scaler.get_scale() <= 1:  # float16 starts far above 1, and the other dtypes stay at 1
@@ -238,7 +239,7 @@ def evaluate(model, shards, hp, autocast):
         shown += zip(*columns)
     model.train()
     tokens = rows + sum(a for _, a, _ in shown)  # <bos> is a token too
-    # a token ends with a character if it ends with any of the character's bytes
+    # a token may end at any of a character's bytes; two in the same character count as one
     between = [not character.isalnum() for character, a, _ in characters(shown) if a]
     return {
         "val_bpb": nats / math.log(2) / (rows * hp.seq_len),
@@ -309,7 +310,7 @@ def train(argv):
         everyones = [None] * world
         dist.all_gather_object(everyones, mine)
         if everyones.count(mine) < world:
-            dist.barrier()  # so that none is killed before it has said so
+            dist.barrier()  # torchrun kills all when one exits; this lets others say so too
             raise UserError("the processes see different checkpoints or data; with several nodes, "
                             "put out_dir and data on a disk that all of them share")
 
@@ -390,7 +391,7 @@ def train(argv):
             terms["rate"] = a.float().mean()
             terms["bpb"] = terms["auto"] / math.log(2)
             terms = {name: mean_over_processes(z.detach()).item() for name, z in terms.items()}
-            # T and M of first and second draws together: experiments/measures.py counts FLOPs
+            # T and M as if all draws were one pass, for the FLOPs in experiments/measures.py
             _, _, positions, slots = token_layout(a > 0.5)  # system gumbel's a is a float
             speed = step_bytes / np.mean(seconds)
             seconds.clear()
