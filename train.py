@@ -138,8 +138,8 @@ def losses(logp, early_logp, l, a, hp):
         G = discounted_return(R, hp.gamma)
         A = torch.cat((G, torch.zeros_like(logp[K:B]), -G))  # 0: rows that are drawn once
     # If gamma is 1, -grad L_pi estimates eq. 13, times a factor. With second draws that is
-    # 2 K / (B + K), the fraction of draws that have an A. Otherwise it is 1 - 1 / n, because eq. 17's
-    # mean over n rows includes the row itself.
+    # 2 K / (B + K), the fraction of draws that have an A. Otherwise it is 1 - 1 / n, because the
+    # mean of eq. 17, over n rows, includes the row itself.
     # -grad L_auto estimates eq. 12. The gradient of eq. 10 is the sum of the two, eq. 11; eq. 27
     # weights eq. 13 by lambda_pi. Position 0 is forced and adds nothing to L_pi.
     negative_log_pi = F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")
