@@ -294,8 +294,9 @@ def compile_model(model, device, **options):
     try:
         torch.compile(torch.tanh)(torch.ones(8, device=device))
     except Exception as error:
-        [cause, *_] = re.findall(".*error: .*", str(error)) or [error]
-        raise UserError(f"torch.compile failed: {cause}; use --compile=False") from error
+        message = str(error)
+        lines = [*re.findall(".*error: .*", message), *message.splitlines(), repr(error)]
+        raise UserError(f"torch.compile failed: {lines[0]}; use --compile=False") from error
     torch._dynamo.config.specialize_float = True  # soft-caps become constants in dynamic graphs
     for part in model.modules():
         if isinstance(part, (Block, Policy, Head)):
