@@ -266,9 +266,9 @@ def test_a_training_step_does_not_depend_on_the_number_of_processes(data, tmp_pa
     Processes change in the middle. Dropout is left out, because each process draws its own.
     """
     program = tmp_path / "program.py"
-    program.write_text("import sys, torch, train\n"
+    program.write_text("import configurator, torch, train\n"
                        "torch.nn.functional.dropout = lambda x, *_, **__: x\n"
-                       "train.main(sys.argv[1:])\n")
+                       "configurator.run(train.main)\n")
     flags = [*TINY, f"--data={data}", "--training_bytes=1024", "--effective_batch_size=8",
              "--redrawn=0", "--lambda_pi=1", "--lambda_target=10",
              "--learning_rate=2e-2", "--warmup_bytes=1024"]  # no decay: one run is cut short
