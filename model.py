@@ -111,7 +111,8 @@ def window_attention(q, k, v, window):
     position = torch.arange(-back * C, chunks * C, device=q.device)  # below 0: padding
     i = position[back * C :].view(chunks, C, 1)  # of the queries
     j = position.unfold(0, (back + 1) * C, C)[:, None]  # of the keys each chunk sees
-    mask = (j <= i) & (j > i - window) & (j >= 0)  # (chunks, C, (back + 1) C)
+    # (chunks, C, (back + 1) C). Padding after the row needs no mask: only padding can see it.
+    mask = (j <= i) & (j > i - window) & (j >= 0)
     y = softcapped_attention(q, k, v, mask)
     return y.flatten(2, 3)[:, :, :N]
 
@@ -133,10 +134,8 @@ class Attention(nn.Module):
         if torch.compiler.is_compiling():  # these lines change no result
             # token_layout ensures this; when the compiler knows, a GPU loads several scores at once
             torch._check(M % M_MULTIPLE == 0)
-            # a graph of its own for short rows, in which softmax keeps a row in registers; the
-            # compiler does not infer the bound from the branch
-            if M <= 1024:
-                torch._check(M <= 1024)
+            if M <= 1024:  # makes a second graph, for short rows: softmax keeps a row in registers
+                torch._check(M <= 1024)  # the compiler does not infer this from the `if`
         i = torch.arange(M, device=q.device)
         return softcapped_attention(q, k, v, i <= i[:, None])
 
@@ -352,7 +351,7 @@ class UNet(nn.Module):
 
         X (B, N, D), tokens Y' (T, D), reads (B, N): the token that each byte reads.
         """
-        return X + F.embedding(reads, tokens)  # eq. 9; the authors' code adds Y' - X'
+        return X + F.embedding(reads, tokens)  # eq. 9; the authors' code adds Y' - X' instead
 
     def decode(self, Y):
         """Y (B, N, D) -> what the head reads, (B, N, D); eq. 6."""
@@ -367,7 +366,7 @@ class UNet(nn.Module):
 
 
 class Model(UNet):
-    """The paper's model: a policy draws the boundaries; sections 2.3 to 2.6. Losses: train.py."""
+    """The paper's model: a policy draws the boundaries; sections 2.3 to 2.5. Losses: train.py."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -383,7 +382,7 @@ class Model(UNet):
         later byte or decision. The first K rows are drawn twice: logp, l and a (bool) are
         (B + K, N), with the second draws at the end. Of a second draw only l has a gradient, since
         its logp is just a reward. early_logp (B, N) is the early exit's, or None without one.
-        Evaluation passes K = 0 even if the model has no early exit.
+        K = 0 does not mean that there is one: evaluation draws every row once.
         """
         B, K = len(x), len(u) - len(x)
         X = self.encode(x)  # eq. 1

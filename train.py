@@ -138,8 +138,8 @@ def losses(logp, early_logp, l, a, hp):
         G = discounted_return(R, hp.gamma)
         A = torch.cat((G, torch.zeros_like(logp[K:B]), -G))  # 0: rows that are drawn once
     # If gamma is 1, -grad L_pi estimates eq. 13, times a factor. With second draws that is
-    # 2 K / (B + K), the fraction of draws that have an A. Otherwise it is 1 - 1 / n, because the
-    # mean of eq. 17, over n rows, includes the row itself.
+    # 2 K / (B + K), the fraction of draws that have an A. With redrawn = 0 it is 1 - 1 / n, because
+    # the mean of eq. 17, over n rows, includes the row itself.
     # -grad L_auto estimates eq. 12. The gradient of eq. 10 is the sum of the two, eq. 11; eq. 27
     # weights eq. 13 by lambda_pi. Position 0 is forced and adds nothing to L_pi.
     negative_log_pi = F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")
@@ -181,7 +181,7 @@ def micro_batches(shards, first_row, hp, rank, world, device):
     y = torch.from_numpy(np.stack(rows)).to(device).long()
     x = F.pad(y[:, :-1], (1, 0), value=BOS)
     generator = np.random.default_rng([hp.seed, 1, first_row])
-    # one array for first draws, one for second draws
+    # one array for first draws, one for second draws; 1: another stream than row_order's
     u = generator.random((2, hp.effective_batch_size, hp.seq_len), np.float32)
     u = torch.from_numpy(u[:, rank::world]).to(device)
     B = hp.batch_size
@@ -207,7 +207,7 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * fraction
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
-    if math.isfinite(grad_norm):  # in place of scaler.step, which leaves out the same steps
+    if math.isfinite(grad_norm):  # like scaler.step, leaves the step out if it is not
         with autocast:  # for Muon's matrix products
             optimizer.step()
     elif scaler.get_scale() <= 1:  # float16 starts far above 1, and the other dtypes stay at 1
@@ -226,7 +226,7 @@ def evaluate(model, shards, hp, autocast):
     whose last character is neither a letter nor a digit. line has (byte, a, p) of a row's bytes.
     """
     rows = min(hp.eval_rows, sum(map(len, shards)))
-    # redrawn = 0: micro_batches gives each row one draw
+    # micro_batches gives each row one draw; the model keeps its own value of redrawn
     fixed = SimpleNamespace(**vars(hp) | {"seed": 0, "effective_batch_size": rows, "redrawn": 0})
     nats = 0
     shown = []  # (byte, a, p) of what the model reads, except <bos>
@@ -391,7 +391,7 @@ def train(argv):
             terms["rate"] = a.float().mean()
             terms["bpb"] = terms["auto"] / math.log(2)
             terms = {name: mean_over_processes(z.detach()).item() for name, z in terms.items()}
-            # T and M as if all draws were one pass, for the FLOPs in experiments/measures.py
+            # T and M are for experiments/measures.py, which counts both draws' passes as one
             _, _, positions, slots = token_layout(a > 0.5)  # system gumbel's a is a float
             speed = step_bytes / np.mean(seconds)
             seconds.clear()
