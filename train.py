@@ -65,7 +65,7 @@ gamma = 0.97  # discount of later rewards, eq. 16; larger looks further ahead, w
 lambda_pi = 1e-2  # weight of the policy loss, eq. 27
 lambda_target = 1e-2  # weight of L_tgt, which keeps the rate near its target
 lambda_early = 1e-1  # weight of the early exit's loss; only used if redrawn is 0
-# optimizers
+# optimizer
 training_bytes = 4_000_000  # length of the run
 effective_batch_size = 16  # rows in a training step, over all processes and micro-batches
 batch_size = 16  # rows in a micro-batch; eq. 17 and 24 average over those of all processes
