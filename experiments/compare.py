@@ -220,7 +220,8 @@ def write_results(results):
         if last:
             points = sizes.setdefault(last[0]["system"], {})
             points[last[0]["parameters"]] = statistics.mean(e["val_bpb"] for e in last)
-    draw(during, "training FLOPs, counted as in the paper", results / "loss.svg")
+    if evaluations:
+        draw(during, "training FLOPs, counted as in the paper", results / "loss.svg")
     if any(len(points) > 1 for points in sizes.values()):
         lines = {system: [sorted(points.items())] for system, points in sizes.items()}
         draw(lines, "parameters", results / "sizes.svg")
