@@ -382,7 +382,7 @@ class Model(UNet):
         later byte or decision. The first K rows are drawn twice: logp, l and a (bool) are
         (B + K, N), with the second draws at the end. Of a second draw only l has a gradient, since
         its logp is just a reward. early_logp (B, N) is the early exit's, or None without one.
-        K = 0 does not mean that there is one: evaluation draws every row once.
+        There is one if config.redrawn is 0. In evaluation K is 0 as well.
         """
         B, K = len(x), len(u) - len(x)
         X = self.encode(x)  # eq. 1

@@ -211,7 +211,7 @@ def read_hf(options, state):
             config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
         first_file, first = state["bookmark"] or (0, 0)
         files = config.data_files[options["split"]]
-        # in a folder of several formats, datasets reads the most frequent one
+        # in a folder of several formats, datasets reads only the most frequent one; so say which
         say(f"reading {len(files)} files of {path} with datasets' {kind}")
         for number, place in enumerate(files[first_file:], first_file):
             if place.endswith(".zst"):

@@ -27,7 +27,8 @@ from configurator import (
     UserError, characters, check, device_and_dtype, marked, read_command_line, run, say)
 from experiments.optimizer import make_optimizer
 from experiments.systems import (
-    compile_model, load_weights, loss_of_system, make_model, read_checkpoint, save_checkpoint)
+    check_compiler, compile_model, load_weights, loss_of_system, make_model, read_checkpoint,
+    save_checkpoint)
 from model import BOS, token_layout
 
 # ---- Hyperparameters. The values are the quick run's; config/ holds the paper's. ----------------
@@ -150,7 +151,7 @@ def losses(logp, early_logp, l, a, hp):
     L_tgt = l.mean() * (mean_p - hp.downsample_rate_target)  # eq. 24
     L = L_auto + hp.lambda_pi * L_pi + hp.lambda_target * L_tgt  # eq. 27
     terms = {"auto": L_auto, "pi": L_pi, "target": L_tgt}
-    terms["advantage_std"] = A.std()  # with the zeros
+    terms["advantage_std"] = A.std()  # includes the zeros of rows drawn once
     if hp.redrawn == 0:
         L_early = -early_logp.mean()  # eq. 26
         L = L + hp.lambda_early * L_early
@@ -318,18 +319,18 @@ def train(argv):
     model.to(device)
     compiled = hp.compile and device != "mps"
     if compiled:
-        compile_model(model, device)
+        check_compiler(device)
+        compile_model(model)
 
     # ---- optimizer
     optimizer = make_optimizer(model, hp)
     if saved:
-        state = saved.get("optimizer")
         old = saved["config"]["muon_learning_rate"]
-        if not state or (old == 0) != (hp.muon_learning_rate == 0):
-            raise UserError(f"{checkpoint} does not fit the optimizer; muon_learning_rate cannot "
-                            "become or stop being 0 when a run resumes")
+        if "optimizer" not in saved or (old == 0) != (hp.muon_learning_rate == 0):
+            raise UserError(f"{checkpoint} does not fit the optimizer; another version of train.py "
+                            "wrote it, or muon_learning_rate became or stopped being 0")
         # keeps this run's groups, because flags may have changed their settings
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["optimizer"]})
         if saved["scaler"]:  # the saved run used float16
             scaler.load_state_dict(saved["scaler"])
 
@@ -391,7 +392,7 @@ def train(argv):
             terms["rate"] = a.float().mean()
             terms["bpb"] = terms["auto"] / math.log(2)
             terms = {name: mean_over_processes(z.detach()).item() for name, z in terms.items()}
-            # T and M are for experiments/measures.py, which counts both draws' passes as one
+            # T and M, of all draws together, are for experiments/measures.py
             _, _, positions, slots = token_layout(a > 0.5)  # system gumbel's a is a float
             speed = step_bytes / np.mean(seconds)
             seconds.clear()

@@ -48,7 +48,7 @@ def training_step(hp):
     shards = [torch.randint(256, size, dtype=torch.uint8).numpy()]
     model = make_model(vars(hp)).to(hp.device)
     if hp.compile:
-        compile_model(model, hp.device)
+        compile_model(model)
     optimizer = make_optimizer(model, hp)
     autocast = train.prepare_torch(hp.device, hp.dtype)
     scaler = torch.amp.GradScaler(hp.device, enabled=hp.dtype == "float16")

@@ -45,6 +45,8 @@ def orthogonalized(G):
 class MuonAdamW(torch.optim.AdamW):
     """Muon steps along the orthogonalized momentum of matrices. All else is torch's AdamW.
 
+    A step removes the gradients of Muon's matrices.
+
     The same as torch.optim.Muon with adjust_lr_fn="match_rms_adamw". We do not use that class: it
     always computes in bfloat16, which is slow on a T4 and twenty times slower on CPUs without
     AVX512, and updates one matrix at a time.
@@ -52,21 +54,22 @@ class MuonAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self):
-        by_shape = defaultdict(list)  # the groups of Muon's matrices
+        by_shape = defaultdict(list)  # Muon's matrices and their groups
         for group in self.param_groups:
             if group["muon"]:
                 [p] = group["params"]
-                by_shape[p.shape].append(group)
-        for (rows, columns), groups in by_shape.items():
-            matrices = [group["params"][0] for group in groups]
-            G = torch.stack([p.grad for p in matrices])
-            state = self.state[matrices[0]]  # of all matrices of this shape
-            state["step"] = torch.zeros(())  # unused, but AdamW cannot load a state without it
-            momentum = state.setdefault("momentum", torch.zeros_like(G))
-            momentum.lerp_(G, 0.05)
+                by_shape[p.shape].append((p, group))
+        for (rows, columns), matrices in by_shape.items():
+            G = torch.stack([p.grad for p, _ in matrices])
+            first, _ = matrices[0]
+            state = self.state[first]  # of all matrices of this shape
+            if not state:
+                state["momentum"] = torch.zeros_like(G)
+                state["step"] = torch.zeros(())  # unused, but AdamW cannot load a state without it
+            momentum = state["momentum"].lerp_(G, 0.05)
             update = orthogonalized(G.lerp(momentum, 0.95))  # Nesterov momentum
             size = 0.2 * max(rows, columns) ** 0.5
-            for p, group, direction in zip(matrices, groups, update):
+            for (p, group), direction in zip(matrices, update):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.sub_(direction, alpha=group["lr"] * size)
                 p.grad = None  # AdamW skips it

@@ -286,10 +286,10 @@ def make_model(hyperparameters):
     return SYSTEMS[config.system](config)
 
 
-def compile_model(model, device, **options):
-    """Compiles the parts of the model in place. Layers of one kind share their compiled code.
+def check_compiler(device):
+    """Compiles a small function. UserError with the compiler's own words if that fails.
 
-    UserError with the compiler's own words if it does not work.
+    compile_model would not notice, since parts of a model are compiled when they first run.
     """
     try:
         torch.compile(torch.tanh)(torch.ones(8, device=device))
@@ -297,6 +297,10 @@ def compile_model(model, device, **options):
         message = str(error)
         lines = [*re.findall(".*error: .*", message), *message.splitlines(), repr(error)]
         raise UserError(f"torch.compile failed: {lines[0]}; use --compile=False") from error
+
+
+def compile_model(model, **options):
+    """Compiles the parts of the model in place. Layers of one kind share their compiled code."""
     torch._dynamo.config.specialize_float = True  # soft-caps become constants in dynamic graphs
     for part in model.modules():
         if isinstance(part, (Block, Policy, Head)):
