@@ -181,8 +181,9 @@ def micro_batches(shards, first_row, hp, rank, world, device):
         rows.append(shards[number // shard_rows][number % shard_rows])
     y = torch.from_numpy(np.stack(rows)).to(device).long()
     x = F.pad(y[:, :-1], (1, 0), value=BOS)
+    # 1: not row_order's random numbers, except those of epoch 1 at first_row 0, which is harmless
     generator = np.random.default_rng([hp.seed, 1, first_row])
-    # one array for first draws, one for second draws; 1: another stream than row_order's
+    # one array for first draws, one for second draws
     u = generator.random((2, hp.effective_batch_size, hp.seq_len), np.float32)
     u = torch.from_numpy(u[:, rank::world]).to(device)
     B = hp.batch_size
@@ -208,7 +209,7 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * fraction
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
-    if math.isfinite(grad_norm):  # like scaler.step, leaves the step out if it is not
+    if math.isfinite(grad_norm):  # if not, the step is left out, as by scaler.step
         with autocast:  # for Muon's matrix products
             optimizer.step()
     elif scaler.get_scale() <= 1:  # float16 starts far above 1, and the other dtypes stay at 1

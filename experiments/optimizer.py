@@ -45,11 +45,10 @@ def orthogonalized(G):
 class MuonAdamW(torch.optim.AdamW):
     """Muon steps along the orthogonalized momentum of matrices. All else is torch's AdamW.
 
-    A step removes the gradients of Muon's matrices.
-
-    The same as torch.optim.Muon with adjust_lr_fn="match_rms_adamw". We do not use that class: it
-    always computes in bfloat16, which is slow on a T4 and twenty times slower on CPUs without
-    AVX512, and updates one matrix at a time.
+    A step removes the gradients of Muon's matrices. Their update is that of torch.optim.Muon with
+    adjust_lr_fn="match_rms_adamw". We do not use that class: it always computes in bfloat16, which
+    is slow on a T4 and twenty times slower on CPUs without AVX512, and it updates one matrix at a
+    time.
     """
 
     @torch.no_grad()
