@@ -48,8 +48,8 @@ def muon_flops(optimizer):
     """FLOPs of a step of Muon: three matrix products per Newton-Schulz iteration."""
     flops = 0
     for group in optimizer.param_groups:
-        if group["muon"]:
-            small, large = sorted(group["params"][0].shape)
+        for p in group["params"] if group["muon"] else ():
+            small, large = sorted(p.shape)
             flops += 5 * (4 * small**2 * large + 2 * small**3)
     return flops
 

@@ -10,20 +10,26 @@ import torch.nn.functional as F
 
 
 def make_optimizer(model, hp):
-    """An optimizer of all parameters, each of which has a group of its own.
+    """An optimizer of all parameters, in four groups; some may be empty.
 
     A group's "peak" is its peak learning rate, from which training_step sets its "lr".
     """
-    groups = []
+    vectors, policy, blocks, others = [], [], [], []
     for name, p in model.named_parameters():
-        peak, decay, muon = hp.learning_rate, hp.weight_decay, False
         if p.dim() < 2:
-            decay = 0
+            vectors.append(p)
         elif name.startswith("policy."):
-            peak, decay = hp.policy_learning_rate, 0
+            policy.append(p)
         elif hp.muon_learning_rate and name.startswith(("down.", "middle.", "up.")):
-            peak, muon = hp.muon_learning_rate, True
-        groups.append({"params": p, "peak": peak, "weight_decay": decay, "muon": muon})
+            blocks.append(p)
+        else:
+            others.append(p)
+    lr, decay = hp.learning_rate, hp.weight_decay
+    groups = [
+        {"params": vectors, "peak": lr, "weight_decay": 0, "muon": False},
+        {"params": policy, "peak": hp.policy_learning_rate, "weight_decay": 0, "muon": False},
+        {"params": blocks, "peak": hp.muon_learning_rate, "weight_decay": decay, "muon": True},
+        {"params": others, "peak": lr, "weight_decay": decay, "muon": False}]
     return MuonAdamW(groups, fused=True)  # torch's defaults are the paper's betas
 
 
@@ -53,23 +59,26 @@ class MuonAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self):
-        by_shape = defaultdict(list)  # Muon's matrices and their groups
         for group in self.param_groups:
             if group["muon"]:
-                [p] = group["params"]
-                by_shape[p.shape].append((p, group))
+                self.muon_step(group)
+        super().step()
+
+    def muon_step(self, group):
+        by_shape = defaultdict(list)
+        for p in group["params"]:
+            by_shape[p.shape].append(p)
         for (rows, columns), matrices in by_shape.items():
-            G = torch.stack([p.grad for p, _ in matrices])
-            first, _ = matrices[0]
-            state = self.state[first]  # of all matrices of this shape
+            G = torch.stack([p.grad for p in matrices])
+            state = self.state[matrices[0]]  # of all matrices of this shape
             if not state:
                 state["momentum"] = torch.zeros_like(G)
                 state["step"] = torch.zeros(())  # unused, but AdamW cannot load a state without it
             momentum = state["momentum"].lerp_(G, 0.05)
-            update = orthogonalized(G.lerp(momentum, 0.95))  # Nesterov momentum
+            update = orthogonalized(G.lerp(momentum, 0.95)).float()  # Nesterov momentum
             size = 0.2 * max(rows, columns) ** 0.5
-            for (p, group), direction in zip(matrices, update):
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(direction, alpha=group["lr"] * size)
+            # a GPU would take longer to start a kernel for each matrix than to run it
+            torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_sub_(matrices, update.unbind(), alpha=group["lr"] * size)
+            for p in matrices:
                 p.grad = None  # AdamW skips it
-        super().step()
