@@ -327,11 +327,11 @@ def train(argv):
     optimizer = make_optimizer(model, hp)
     if saved:
         old = saved["config"]["muon_learning_rate"]
-        if "optimizer" not in saved or (old == 0) != (hp.muon_learning_rate == 0):
+        if "optimizer_state" not in saved or (old == 0) != (hp.muon_learning_rate == 0):
             raise UserError(f"{checkpoint} does not fit the optimizer; another version of train.py "
                             "wrote it, or muon_learning_rate became or stopped being 0")
         # keeps this run's groups, because flags may have changed their settings
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["optimizer"]})
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["optimizer_state"]})
         if saved["scaler"]:  # the saved run used float16
             scaler.load_state_dict(saved["scaler"])
 
@@ -364,9 +364,9 @@ def train(argv):
         if rank == 0 and (evaluating or stopping) and step > first_step:
             state = optimizer.state_dict()["state"]
             save_checkpoint(checkpoint, {
-                "model": model.state_dict(), "optimizer": state, "scaler": scaler.state_dict(),
-                "config": vars(hp), "step": step, "bytes_seen": bytes_seen,
-                "log_bytes": os.path.getsize(log.name)})
+                "model": model.state_dict(), "optimizer_state": state,
+                "scaler": scaler.state_dict(), "config": vars(hp), "step": step,
+                "bytes_seen": bytes_seen, "log_bytes": os.path.getsize(log.name)})
         if finished or stopping:
             break
 

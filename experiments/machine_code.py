@@ -1,12 +1,14 @@
 """
-Compares a model's tokens in x86-64 machine code with the instructions that objdump finds.
+Compares a model's tokens with units whose ends nothing marks: instructions in x86-64 machine code,
+as objdump finds them, or words in a text of which the model reads only the letters.
 
     objcopy -O binary --only-section=.text /usr/bin/strace strace.text
     python -m experiments.machine_code out/ckpt.pt strace.text --start=65536
+    python -m experiments.machine_code out/ckpt.pt text.txt --words
 
-For each checkpoint, prints how many of the tokens end on an instruction's first byte (precision),
-and on how many of the first bytes a token ends (recall). The boundaries are drawn. Also writes
-machine_code.svg: 24 instructions from byte --start on, as the last checkpoint sees them.
+For each checkpoint, prints how many of the tokens end on a unit's first byte (precision), and on
+how many of the first bytes a token ends (recall). The boundaries are drawn. For machine code, also
+writes machine_code.svg: 24 instructions from byte --start on, as the last checkpoint sees them.
 """
 import html
 import re
@@ -29,6 +31,16 @@ def disassemble(path):
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return {int(place, 16): text
             for place, text in re.findall(r"^ *([0-9a-f]+):\t[^\t]*\t(.*)$", lines, re.MULTILINE)}
+
+
+def find_words(path):
+    """The letters of a text, in lower case, and {first byte: word}."""
+    letters = bytearray()
+    words = {}
+    for word in re.findall(rb"[A-Za-z]+", Path(path).read_bytes()):
+        words[len(letters)] = word
+        letters += word.lower()
+    return letters, words
 
 
 def listing(instructions, steps, start, lines=24):
@@ -57,22 +69,26 @@ def main(argv=None):
     parser.add_argument("checkpoints", nargs="+", metavar="checkpoint")
     parser.add_argument("file")
     parser.add_argument("--start", type=int, default=0)
+    parser.add_argument("--words", action="store_true")
     options = parser.parse_args(argv)
-    code = Path(options.file).read_bytes()
-    instructions = disassemble(options.file)
+    if options.words:
+        code, units = find_words(options.file)
+    else:
+        code, units = Path(options.file).read_bytes(), disassemble(options.file)
     rows = []
     for path in options.checkpoints:
         model, _ = load_checkpoint(path)
         torch.manual_seed(0)
         steps = list(scored(model, code))
         ends = {place for place, (_, a, _, _) in enumerate(steps) if a}
-        hits = len(ends & instructions.keys())
+        hits = len(ends & units.keys())
         precision = hits / len(ends)
-        recall = hits / len(instructions)
+        recall = hits / len(units)
         rows.append([path, f"{len(ends) / len(code):.3f}", f"{precision:.0%}", f"{recall:.0%}",
                      f"{2 * precision * recall / (precision + recall):.2f}"])
     say(table(["checkpoint", "rate", "precision", "recall", "F1"], rows))
-    write(Path("machine_code.svg"), listing(instructions, steps, options.start))
+    if not options.words:
+        write(Path("machine_code.svg"), listing(units, steps, options.start))
 
 
 if __name__ == "__main__":

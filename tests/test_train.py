@@ -253,9 +253,9 @@ def test_every_epoch_reads_every_row_once_in_its_own_order_on_any_number_of_proc
 def error_of_moments(one, other):
     """The largest relative error between two checkpoints' running means of gradients."""
     errors = []
-    for number, values in one["optimizer"].items():
+    for number, values in one["optimizer_state"].items():
         for key in {"momentum", "exp_avg"} & values.keys():
-            mean, other_mean = values[key], other["optimizer"][number][key]
+            mean, other_mean = values[key], other["optimizer_state"][number][key]
             errors.append((other_mean - mean).norm() / mean.norm())
     return max(errors)
 
@@ -700,7 +700,7 @@ def test_a_checkpoint_of_another_shape_or_meaning_is_refused(trained, tmp_path):
     assert "muon_learning_rate became or stopped being 0" in error
     shutil.copytree(trained, tmp_path / "old")
     saved = torch.load(trained / "ckpt.pt")
-    del saved["optimizer"]  # as in a checkpoint of an earlier version
+    del saved["optimizer_state"]  # as in a checkpoint of an earlier version
     torch.save(saved, tmp_path / "old/ckpt.pt")
     assert "does not fit the optimizer" in refused(f"--out_dir={tmp_path}/old", "--resume=True")
 
