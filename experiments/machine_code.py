@@ -1,13 +1,13 @@
 """
-Compares a model's tokens with units whose ends nothing marks: instructions in x86-64 machine code,
-as objdump finds them, or words in a text of which the model reads only the letters.
+Compares a model's tokens with units that nothing separates: instructions in x86-64 machine code, as
+objdump finds them, or words in a text of which the model reads only the letters.
 
     objcopy -O binary --only-section=.text /usr/bin/strace strace.text
     python -m experiments.machine_code out/ckpt.pt strace.text --start=65536
     python -m experiments.machine_code out/ckpt.pt text.txt --words
 
 For each checkpoint, prints how many of the tokens end on a unit's first byte (precision), and on
-how many of the first bytes a token ends (recall). The boundaries are drawn. For machine code, also
+how many of the first bytes a token ends (recall). The boundaries are drawn. Without --words, also
 writes machine_code.svg: 24 instructions from byte --start on, as the last checkpoint sees them.
 """
 import html

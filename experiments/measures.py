@@ -48,9 +48,10 @@ def muon_flops(optimizer):
     """FLOPs of a step of Muon: three matrix products per Newton-Schulz iteration."""
     flops = 0
     for group in optimizer.param_groups:
-        for p in group["params"] if group["muon"] else ():
-            small, large = sorted(p.shape)
-            flops += 5 * (4 * small**2 * large + 2 * small**3)
+        if group["muon"]:
+            for p in group["params"]:
+                small, large = sorted(p.shape)
+                flops += 5 * (4 * small**2 * large + 2 * small**3)
     return flops
 
 
