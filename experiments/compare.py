@@ -14,7 +14,7 @@ folder runs/:
     evaluations.jsonl   one line per evaluation
     table.md            means over seeds of the last evaluations of finished runs
     loss.svg            bits per byte over FLOPs: the paper's Figures 3 and 4
-    sizes.svg           bits per byte over parameters, if there are several shapes
+    sizes.md, .svg      bits per byte of each shape, if there are several
 """
 import json
 import os
@@ -49,11 +49,10 @@ def table(head, rows):
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def write_table(results, head, rows):
-    """Prints a table, and writes it to the folder results."""
-    results.mkdir(parents=True, exist_ok=True)
+def write_table(path, head, rows):
+    """Prints a table, and writes it."""
     text = table(head, rows)
-    (results / "table.md").write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     say(text)
 
 
@@ -210,21 +209,44 @@ def write_results(results):
     write_jsonl(results / "evaluations.jsonl", evaluations)
     head = ["system", "finished", "bits per byte", "each seed", "rate",
             "tokens ending between words", "parameters", "MB", "training FLOPs", "minutes"]
-    write_table(results, head, [table_row(label, seeds) for label, seeds in runs.items()])
+    rows = [table_row(label, seeds) for label, seeds in runs.items()]
+    write_table(results / "table.md", head, rows)
+    if evaluations:
+        during = {label: [[(e["paper_flops"], e["val_bpb"]) for e in run] for run in seeds]
+                  for label, seeds in runs.items()}
+        draw(during, "training FLOPs, counted as in the paper", results / "loss.svg")
+    write_sizes(runs, results)
 
-    during = {}  # by label: bits over FLOPs, during training
-    sizes = {}  # by system: bits over parameters, at the end
+
+def write_sizes(runs, results):
+    """Writes a table and a figure of the final bits in each shape, if there are several."""
+    shapes = {}  # by shape and system: the last evaluations of the finished runs
     for label, seeds in runs.items():
-        during[label] = [[(e["paper_flops"], e["val_bpb"]) for e in run] for run in seeds]
+        shape, _, system = label.rpartition("/")
         last = last_evaluations(seeds)
         if last:
-            points = sizes.setdefault(last[0]["system"], {})
-            points[last[0]["parameters"]] = statistics.mean(e["val_bpb"] for e in last)
-    if evaluations:
-        draw(during, "training FLOPs, counted as in the paper", results / "loss.svg")
-    if any(len(points) > 1 for points in sizes.values()):
-        lines = {system: [sorted(points.items())] for system, points in sizes.items()}
-        draw(lines, "parameters", results / "sizes.svg")
+            shapes.setdefault(shape, {})[system] = last
+    if len(shapes) < 2:
+        return
+
+    def one_of(shape):  # an evaluation; systems differ in parameters by 4% at most
+        return next(iter(shape.values()))[0]
+
+    systems = [system for system in SYSTEMS if any(system in shape for shape in shapes.values())]
+    lines = {system: [[]] for system in systems}
+    rows = []
+    for shape in sorted(shapes.values(), key=lambda shape: one_of(shape)["parameters"]):
+        one = one_of(shape)
+        row = [f"{one['parameters'] / 1e6:.1f}M, {one['bytes'] / 1e6:.0f}"]
+        for system in systems:
+            bits = [e["val_bpb"] for e in shape.get(system, [])]
+            row.append(", ".join(f"{b:.3f}" for b in bits))
+            if bits:
+                parameters = shape[system][0]["parameters"]
+                lines[system][0].append((parameters, statistics.mean(bits)))
+        rows.append(row)
+    write_table(results / "sizes.md", ["parameters, MB", *systems], rows)
+    draw(lines, "parameters", results / "sizes.svg")
 
 
 def main(argv=None):

@@ -6,11 +6,13 @@ objdump finds them, or words in a text of which the model reads only the letters
     python -m experiments.machine_code out/ckpt.pt strace.text --start=65536
     python -m experiments.machine_code out/ckpt.pt text.txt --words
 
-For each checkpoint, prints how many of the tokens end on a unit's first byte (precision), and on
-how many of the first bytes a token ends (recall). The boundaries are drawn. Without --words, also
-writes machine_code.svg: 24 instructions from byte --start on, as the last checkpoint sees them.
+For each checkpoint, prints the file's bits per byte, how many of the tokens end on a unit's first
+byte (precision), and on how many of the first bytes a token ends (recall). The boundaries are
+drawn. Without --words, also writes machine_code.svg: 24 instructions from byte --start on, as the
+last checkpoint sees them.
 """
 import html
+import math
 import re
 import subprocess
 from pathlib import Path
@@ -81,12 +83,14 @@ def main(argv=None):
         torch.manual_seed(0)
         steps = list(scored(model, code))
         ends = {place for place, (_, a, _, _) in enumerate(steps) if a}
+        bits = sum(nats for *_, nats in steps) / math.log(2)
         hits = len(ends & units.keys())
         precision = hits / len(ends)
         recall = hits / len(units)
-        rows.append([path, f"{len(ends) / len(code):.3f}", f"{precision:.0%}", f"{recall:.0%}",
-                     f"{2 * precision * recall / (precision + recall):.2f}"])
-    say(table(["checkpoint", "rate", "precision", "recall", "F1"], rows))
+        rows.append([
+            path, f"{bits / len(code):.3f}", f"{len(ends) / len(code):.2f}", f"{precision:.0%}",
+            f"{recall:.0%}", f"{2 * precision * recall / (precision + recall):.2f}"])
+    say(table(["checkpoint", "bits", "rate", "precision", "recall", "F1"], rows))
     if not options.words:
         write(Path("machine_code.svg"), listing(units, steps, options.start))
 

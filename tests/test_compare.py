@@ -170,7 +170,7 @@ def test_a_failed_run_does_not_end_a_comparison(data, tmp_path, monkeypatch, cap
         compare.main([*flags, "--systems=uniform"])
 
 
-def test_every_system_trains_in_every_shape_and_a_figure_shows_the_sizes(
+def test_every_system_trains_in_every_shape_and_a_table_and_a_figure_show_the_sizes(
         data, tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(compare.plt, "close", figures.append)
@@ -186,9 +186,14 @@ def test_every_system_trains_in_every_shape_and_a_figure_shows_the_sizes(
     assert [e["system"] for e in last] == ["none", "uniform"] * 2
     large, small = last[0]["parameters"], last[-1]["parameters"]
     assert large > small
-    for line, of_large, of_small in zip(figures[-1].axes[0].lines, last[:2], last[2:]):
-        assert [*line.get_xdata()] == [small, large]
-        assert [*line.get_ydata()] == [of_small["val_bpb"], of_large["val_bpb"]]
+    large_none, large_uniform, small_none, small_uniform = [e["val_bpb"] for e in last]
+    assert cells(tmp_path / "try/sizes.md") == [
+        ["0.0M, 0", f"{small_uniform:.3f}", f"{small_none:.3f}"],
+        ["0.0M, 0", f"{large_uniform:.3f}", f"{large_none:.3f}"]]
+    uniform, none = figures[-1].axes[0].lines
+    assert [*uniform.get_xdata()] == [*none.get_xdata()] == [small, large]
+    assert [*uniform.get_ydata()] == [small_uniform, large_uniform]
+    assert [*none.get_ydata()] == [small_none, large_none]
 
 
 @pytest.mark.parametrize("flag, message", [

@@ -183,7 +183,7 @@ def test_tokens_in_machine_code_are_counted_on_the_first_bytes_of_instructions(
                "       4:\teb 00                \tjmp    0x6\n"
                "       6:\tc3                   \tret\n")
     code = b"H\x89\xc7\xc3\xeb\0\xc3"
-    steps = [(byte, place in (1, 3, 6), 0.5, 1.0) for place, byte in enumerate(code)]
+    steps = [(byte, place in (1, 3, 6), 0.5, place) for place, byte in enumerate(code)]
     monkeypatch.setattr(machine_code.subprocess, "run",
                         lambda *_, **__: SimpleNamespace(stdout=printed))
     monkeypatch.setattr(machine_code, "load_checkpoint", lambda path: (None, None))
@@ -191,7 +191,8 @@ def test_tokens_in_machine_code_are_counted_on_the_first_bytes_of_instructions(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.text").write_bytes(code)
     machine_code.main(["out/ckpt.pt", "x.text", "--start=1"])
-    assert "| out/ckpt.pt | 0.429 | 67% | 50% | 0.57 |" in capsys.readouterr().out
+    # 0 + 1 + ... + 6 nats
+    assert "| out/ckpt.pt | 4.328 | 0.43 | 67% | 50% | 0.57 |" in capsys.readouterr().out
     elements = list(ElementTree.parse(tmp_path / "machine_code.svg").getroot())
     texts = [e.text for e in elements if e.tag.endswith("text")]
     assert texts == ["c3", "ret", "eb", "00", "jmp    0x6"]
@@ -212,4 +213,4 @@ def test_tokens_in_letters_are_counted_on_the_first_letters_of_words(
     monkeypatch.setattr(machine_code, "scored", scored)
     machine_code.main(["out/ckpt.pt", f"{tmp_path}/x.txt", "--words"])
     assert read == [b"itsadog"]
-    assert "| out/ckpt.pt | 0.429 | 67% | 50% | 0.57 |" in capsys.readouterr().out
+    assert "| out/ckpt.pt | 1.443 | 0.43 | 67% | 50% | 0.57 |" in capsys.readouterr().out
