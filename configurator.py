@@ -44,7 +44,7 @@ grad_clip > 0
 log_interval > 0
 eval_interval > 0
 eval_rows > 0
-seed >= 0
+0 <= seed < 2**63
 dtype in ('auto', 'float32', 'bfloat16', 'float16')"""
 PALETTE = 33, 75, 110, 145, 186, 220, 226  # of a terminal's 256 colours, from blue to yellow
 # Unicode's pictures of control characters; a newline stays
@@ -104,8 +104,8 @@ def argument_parser(usage):
 def parse(key, value, defaults):
     """A hyperparameter's value, from a flag's text or a file, in the type of its default."""
     if key not in defaults:
-        [nearest] = get_close_matches(key, defaults, n=1, cutoff=0)
-        raise UserError(f"unknown name '{key}'; did you mean '{nearest}'?")
+        similar = get_close_matches(key, defaults) or ["--help"]
+        raise UserError(f"unknown name '{key}'; try {' or '.join(similar)}")
     kind = type(defaults[key])
     try:
         if kind is bytes:
@@ -114,11 +114,11 @@ def parse(key, value, defaults):
             return os.path.expanduser(value)  # a leading ~
         number = eval(str(value))  # 1/5 or 6e9; nan is no name
         # True is no 1, and 2.5 is no int
-        if isinstance(number, bool) == (kind is bool) and kind(number) == number < float("inf"):
+        if isinstance(number, bool) == (kind is bool) and kind(number) == number < torch.inf:
             return kind(number)
     except Exception:
         pass
-    raise UserError(f"{key} must be of type {kind.__name__}, got {value!r}; write --{key}=value")
+    raise UserError(f"{key}={value!r} must be of type {kind.__name__}, like {defaults[key]!r}")
 
 
 def read_file(path):
@@ -146,7 +146,9 @@ def read_command_line(argv, defaults):
             say(f"{__main__.__doc__}\n{settings}")
             raise SystemExit
         if argument.startswith("--"):
-            key, _, value = argument[2:].partition("=")
+            key, equals, value = argument[2:].partition("=")
+            if not equals:
+                raise UserError(f"{argument} has no value; write {argument}=value")
             given[key] = value
         else:
             given |= read_file(argument)

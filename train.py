@@ -150,8 +150,9 @@ def losses(logp, early_logp, l, a, hp):
     mean_p = mean_over_processes(l.detach().sigmoid().mean())
     L_tgt = l.mean() * (mean_p - hp.downsample_rate_target)  # eq. 24
     L = L_auto + hp.lambda_pi * L_pi + hp.lambda_target * L_tgt  # eq. 27
-    terms = {"auto": L_auto, "pi": L_pi, "target": L_tgt}
-    terms["advantage_std"] = A.std()  # includes the zeros of rows drawn once
+    terms = {
+        "auto": L_auto, "pi": L_pi, "target": L_tgt,
+        "advantage_std": A.std()}  # includes the zeros of rows drawn once
     if hp.redrawn == 0:
         L_early = -early_logp.mean()  # eq. 26
         L = L + hp.lambda_early * L_early
@@ -361,7 +362,7 @@ def train(argv):
                 raise UserError("the validation loss is not finite; use smaller learning rates")
             report(log, {"step": step, "bytes": bytes_seen, **metrics}, VAL_LINE)
             say("".join(marked(metrics["line"][:80])).replace("\n", "⏎"))
-        if rank == 0 and (evaluating or stopping) and step > first_step:
+        if rank == 0 and (stopping or evaluating and step > first_step):
             state = optimizer.state_dict()["state"]
             save_checkpoint(checkpoint, {
                 "model": model.state_dict(), "optimizer_state": state,
@@ -387,11 +388,11 @@ def train(argv):
             model, batches, optimizer, fraction, scaler, autocast, hp)
         seconds.append(time.perf_counter() - started)
 
-        if step % hp.log_interval == 0:  # shows the last micro-batch
+        if step % hp.log_interval == 0 or bytes_seen >= end:  # shows the last micro-batch
             p, target = l.sigmoid(), hp.downsample_rate_target
-            terms["undecided"] = (p * (1 - p)).mean() / (target * (1 - target))
-            terms["rate"] = a.float().mean()
-            terms["bpb"] = terms["auto"] / math.log(2)
+            terms |= {
+                "undecided": (p * (1 - p)).mean() / (target * (1 - target)),
+                "rate": a.float().mean(), "bpb": terms["auto"] / math.log(2)}
             terms = {name: mean_over_processes(z.detach()).item() for name, z in terms.items()}
             # T and M, of all draws together, are for experiments/measures.py
             _, _, positions, slots = token_layout(a > 0.5)  # system gumbel's a is a float

@@ -121,8 +121,11 @@ def read_log(path):
 
     train.py may still be writing the last line.
     """
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except ValueError as error:
+        raise UserError(f"{path} is not a log of train.py: {error}") from error
 
 
 def read_run(out_dir):
@@ -258,6 +261,9 @@ def main(argv=None):
     add("--first_seed", type=int, default=1337)
     add("--name", default="try", help="folder of results")
     options, others = parser.parse_known_args(argv)
+    for flag in others:
+        if flag.startswith(("--system=", "--seed=", "--out_dir=", "--resume=")):
+            raise UserError(f"{flag} is set for each run; use --systems, --first_seed and --name")
     results = RESULTS / options.name
     planned = []
     for seed in range(options.first_seed, options.first_seed + options.seeds):

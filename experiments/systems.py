@@ -326,8 +326,6 @@ def read_checkpoint(path):
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         missing = {field.name for field in fields(ModelConfig)} - saved["config"].keys()
-    except OSError:
-        raise
     except Exception as error:  # damaged bytes can raise nearly anything
         raise UserError(f"{path} is damaged, or not a checkpoint: {error}") from error
     if missing:
@@ -353,4 +351,5 @@ def load_weights(model, saved, path):
     try:
         model.load_state_dict(saved["model"])
     except RuntimeError as error:
-        raise UserError(f"{path} does not fit the model: {error}") from error
+        message = str(error)[:200]  # it names every parameter
+        raise UserError(f"{path} does not fit the model: {message}") from error

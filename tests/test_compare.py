@@ -177,7 +177,7 @@ def test_every_system_trains_in_every_shape_and_a_table_and_a_figure_show_the_si
     monkeypatch.setattr(compare, "RESULTS", tmp_path)
     monkeypatch.setattr(compare, "train_to_end", train_here)
     compare.main([*TINY, f"--data={data}", "--systems=none,uniform", "--training_bytes=512",
-                  "--shape=--n_mid_layers=3 --gamma=1/2", "--shape="])
+                  "--log_interval=99", "--shape=--n_mid_layers=3 --gamma=1/2", "--shape="])
     evaluations = read_jsonl(tmp_path / "try/evaluations.jsonl")
     last = [e for e in evaluations if e["bytes"] == 512]
     deep = "n_mid_layers=3,gamma=1:2"
@@ -198,6 +198,7 @@ def test_every_system_trains_in_every_shape_and_a_table_and_a_figure_show_the_si
 
 @pytest.mark.parametrize("flag, message", [
     ("--shape='", "argument --shape: invalid split value"),
+    ("--seed=5", "--seed=5 is set for each run; use --systems, --first_seed and --name"),
     ("--systems=no", "unknown system 'no'; choose from learned, uniform")])
 def test_mistakes_in_a_comparison_are_explained(flag, message):
     with pytest.raises(UserError, match=message):

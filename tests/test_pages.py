@@ -97,6 +97,7 @@ def test_a_page_shows_a_text_or_generates_one_and_is_small(trained, tmp_path, ca
     (page, ["--out_dir={trained}", "--html={tmp}/b"], "--score --start is required"),
     (figures, ["--watch={tmp}/none"], "No such file"),
     (figures, ["--watch={tmp}/a"], "holds no evaluations"),
+    (figures, ["--watch={trained}/ckpt.pt"], "ckpt.pt is not a log"),
     (figures, ["--name=none/such"], "there are no runs")])
 def test_mistakes_are_explained(script, arguments, message, trained, tmp_path):
     (tmp_path / "a").write_text('{"step": 20}\n{"step": 2')
