@@ -313,7 +313,7 @@ def write_documents(documents, folder, state):
 
 
 # ---- The program.
-def whole_number(text):
+def positive_integer(text):
     """Parses a positive whole number, which may be written as 6e9."""
     number = float(text)
     if number < 1 or number % 1:
@@ -331,7 +331,7 @@ def parse(argv):
     for name in "hf_path", "hf_name", "split", "text_column", "out_dir":
         add(f"--{name}", type=os.path.expanduser)
     for name in "seq_len", "max_bytes", "shard_bytes":
-        add(f"--{name}", type=whole_number)
+        add(f"--{name}", type=positive_integer)
     add("--val_fraction", type=float)
     add("--split_documents", action=argparse.BooleanOptionalAction)
     given = vars(parser.parse_args(argv))
@@ -342,10 +342,10 @@ def parse(argv):
 
     options = PRESETS[dataset] | given
     if not 0 < options["val_fraction"] <= 0.5:
-        raise UserError(f"--val_fraction={options['val_fraction']} must lie between 0 and 0.5")
+        raise UserError(f"--val_fraction={options['val_fraction']} must be above 0 and at most 0.5")
     seq_len = options["seq_len"]
     options["shard_bytes"] = max(options["shard_bytes"] // seq_len, 1) * seq_len
-    return Path(options.pop("out_dir", f"data/{dataset}")), options
+    return Path(options.pop("out_dir", "") or f"data/{dataset}"), options
 
 
 def prepare(out_dir, options):

@@ -243,9 +243,11 @@ def test_the_default_is_the_standard_library_wherever_it_is(tmp_path, monkeypatc
     shutil.copytree(library / "json", library / "site-packages/other")
     (library / "notes.txt").write_text("text " * 5000)
     monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(library)}.get)
-    prepare.main([f"--out_dir={tmp_path}/out"])
+    monkeypatch.chdir(tmp_path)
+    prepare.main(["--out_dir="])  # as with an unset variable of a shell
     files = subprocess.check_output(["find", library / "json", "-name", "*.py"], text=True)
-    shares([Path(file).read_bytes() for file in sorted(files.split())], tmp_path / "out", 4096)
+    shares([Path(file).read_bytes() for file in sorted(files.split())],
+           tmp_path / "data/stdlib", 4096)
 
 
 def test_leaks_are_skipped_and_counted_in_one_line(documents, tmp_path, capsys):
@@ -650,8 +652,8 @@ input()
     ("{files} --shard_bytes=inf", "'inf'"),
     ("{files} --seq_len=1.5", "'1.5'"),
     ("{files} --seq_len=0", "'0'"),
-    ("{files} --val_fraction=0.6", "--val_fraction=0.6 must lie between"),
-    ("{files} --val_fraction=nan", "--val_fraction=nan must lie between"),
+    ("{files} --val_fraction=0.6", "--val_fraction=0.6 must be above 0 and at most"),
+    ("{files} --val_fraction=nan", "--val_fraction=nan must be above 0 and at most"),
 ])
 def test_a_mistake_is_one_line_and_does_not_block_the_folder(arguments, message, tmp_path):
     make_files(tmp_path / "in", [300] * 3)
@@ -671,7 +673,7 @@ def test_the_program_ends_with_the_right_code_and_all_its_output(tmp_path, monke
     output, errors = run("prepare.py", *hf(tmp_path / "é.parquet", tmp_path / "ü"))
     assert "ü: " in output and "bytes for training" in output and errors == ""
     _, errors = run("prepare.py", "--seq_len=a\tö", code=2)
-    assert errors == "prepare.py: argument --seq_len: invalid whole_number value: 'a\\tö'\n"
+    assert errors == "prepare.py: argument --seq_len: invalid positive_integer value: 'a\\tö'\n"
 
 
 @pytest.mark.parametrize("set_up, column, end", [
