@@ -10,6 +10,7 @@ boundary after that character: blue is low, yellow is high. README shows how to 
 in Python.
 """
 import math
+import os
 import sys
 import time
 from itertools import tee
@@ -27,7 +28,7 @@ from model import BOS, softcapped_attention
 # that is bytes, its text is taken as it is.
 DEFAULTS = dict(
     out_dir="out",  # folder where train.py left ckpt.pt
-    start=b"",  # the text to continue
+    start=b"",  # the text to continue, or FILE:PATH for that of a file
     score="",  # or a file whose boundaries to show; - for stdin
     text=b"",  # or a text whose boundaries to show
     deterministic=False,  # True: draw nothing; a token of the given text ends where p > 1/2
@@ -215,7 +216,10 @@ def main(argv):
     elif "text" in chosen or "score" in chosen:
         raise UserError("the given text is empty")
     else:
-        prompt = torch.tensor([[BOS, *options.start]], device=device)
+        start = options.start
+        if start.startswith(b"FILE:"):
+            start = Path(os.fsdecode(start[5:])).expanduser().read_bytes()
+        prompt = torch.tensor([[BOS, *start]], device=device)
         streams = [
             generate(model, prompt, options.max_new_bytes, options.temperature, options.top_k)
             for _ in range(options.num_samples)]

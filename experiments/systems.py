@@ -316,7 +316,8 @@ def save_checkpoint(path, saved):
         part.replace(path)
     except (OSError, RuntimeError) as error:  # torch's own error hides the OSError
         part.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.__context__ or error}") from error
+        raise UserError(
+            f"cannot write {path} (is the disk full?): {error.__context__ or error}") from error
 
 
 def read_checkpoint(path):

@@ -100,7 +100,8 @@ def test_colour_goes_from_blue_to_yellow_with_p_on_a_terminal(monkeypatch):
     assert "".join(marked(steps)) == "a│b"
 
 
-def test_the_flags_reach_generation_and_the_last_line_sums_up(trained, monkeypatch, capsys):
+def test_the_flags_reach_generation_and_the_last_line_sums_up(
+        trained, tmp_path, monkeypatch, capsys):
     asked = []
 
     def generate(model, x, *options):
@@ -118,6 +119,9 @@ def test_the_flags_reach_generation_and_the_last_line_sums_up(trained, monkeypat
     out = capsys.readouterr().out
     assert out.startswith("a│aaa│aa\n---")
     assert "\n12 bytes, 4 tokens, 3.00 bytes per token, 3.000 bits per byte, " in out
+    (tmp_path / "prompt").write_bytes(b"a\xff")
+    sample.main([f"--start=FILE:{tmp_path}/prompt", f"--out_dir={trained}"])
+    assert asked[-1][0] == [[BOS, 97, 255]]
 
 
 @torch.no_grad()
