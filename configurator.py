@@ -118,7 +118,7 @@ def parse(key, value, defaults):
             return kind(number)
     except Exception:
         pass
-    raise UserError(f"{key}={value!r} must be of type {kind.__name__}, like {defaults[key]!r}")
+    raise UserError(f"{key} cannot be {value!r} (type {kind.__name__}, default {defaults[key]!r})")
 
 
 def read_file(path):

@@ -28,7 +28,7 @@ from model import BOS, softcapped_attention
 # that is bytes, its text is taken as it is.
 DEFAULTS = dict(
     out_dir="out",  # folder where train.py left ckpt.pt
-    start=b"",  # the text to continue, or FILE:PATH for that of a file
+    start=b"",  # the text to continue; FILE:PATH reads it from a file
     score="",  # or a file whose boundaries to show; - for stdin
     text=b"",  # or a text whose boundaries to show
     deterministic=False,  # True: draw nothing; a token of the given text ends where p > 1/2
@@ -45,7 +45,8 @@ RULES = """\
 num_samples > 0
 max_new_bytes > 0
 temperature >= 0
-top_k > 0"""
+top_k > 0
+0 <= seed < 2**63"""
 
 
 # ---- Generation.

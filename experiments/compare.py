@@ -14,7 +14,7 @@ folder runs/:
     evaluations.jsonl   one line per evaluation
     table.md            means over seeds of the last evaluations of finished runs
     loss.svg            bits per byte over FLOPs: the paper's Figures 3 and 4
-    sizes.md, .svg      bits per byte of each shape, if there are several
+    sizes.md, .svg      bits per byte over parameters, if the shapes differ in them
 """
 import json
 import os
@@ -138,7 +138,7 @@ def read_run(out_dir):
     parameters = sum(p.numel() for p in model.parameters())
     records = read_log(out_dir / "log.jsonl")
     steps = [record for record in records if "auto" in record]
-    if not steps:  # shorter than log_interval
+    if not steps:  # stopped before the first log line
         return []
     speed = statistics.median(step["bytes_per_second"] for step in steps)
     evaluations = []
@@ -222,19 +222,19 @@ def write_results(results):
 
 
 def write_sizes(runs, results):
-    """Writes a table and a figure of the final bits in each shape, if there are several."""
+    """Writes a table and a figure of the final bits, if the shapes differ in parameters."""
     shapes = {}  # by shape and system: the last evaluations of the finished runs
     for label, seeds in runs.items():
         shape, _, system = label.rpartition("/")
         last = last_evaluations(seeds)
         if last:
             shapes.setdefault(shape, {})[system] = last
-    if len(shapes) < 2:
-        return
 
     def one_of(shape):  # an evaluation; systems differ in parameters by 4% at most
         return next(iter(shape.values()))[0]
 
+    if len({one_of(shape)["parameters"] for shape in shapes.values()}) < 2:
+        return
     systems = [system for system in SYSTEMS if any(system in shape for shape in shapes.values())]
     lines = {system: [[]] for system in systems}
     rows = []
@@ -261,9 +261,9 @@ def main(argv=None):
     add("--first_seed", type=int, default=1337)
     add("--name", default="try", help="folder of results")
     options, others = parser.parse_known_args(argv)
-    for flag in others:
+    for flag in sum(options.shape or [], others):
         if flag.startswith(("--system=", "--seed=", "--out_dir=", "--resume=")):
-            raise UserError(f"{flag} is set for each run; use --systems, --first_seed and --name")
+            raise UserError(f"{flag} is set for each run; use --systems, --first_seed or --name")
     results = RESULTS / options.name
     planned = []
     for seed in range(options.first_seed, options.first_seed + options.seeds):

@@ -90,7 +90,7 @@ def main(argv=None):
         rows.append([
             path, f"{bits / len(code):.3f}", f"{len(ends) / len(code):.2f}", f"{precision:.0%}",
             f"{recall:.0%}", f"{2 * precision * recall / (precision + recall):.2f}"])
-    say(table(["checkpoint", "bits", "rate", "precision", "recall", "F1"], rows))
+    say(table(["checkpoint", "the file's bits", "rate", "precision", "recall", "F1"], rows))
     if not options.words:
         write(Path("machine_code.svg"), listing(units, steps, options.start))
 

@@ -328,7 +328,7 @@ def read_checkpoint(path):
         saved = torch.load(path, map_location="cpu", weights_only=True)
         missing = {field.name for field in fields(ModelConfig)} - saved["config"].keys()
     except Exception as error:  # damaged bytes can raise nearly anything
-        raise UserError(f"{path} is damaged, or not a checkpoint: {error}") from error
+        raise UserError(f"cannot read the checkpoint {path}; is it damaged? {error}") from error
     if missing:
         raise UserError(f"{path} does not set {', '.join(sorted(missing))}; it was written by "
                         "another version of train.py")
@@ -352,5 +352,5 @@ def load_weights(model, saved, path):
     try:
         model.load_state_dict(saved["model"])
     except RuntimeError as error:
-        message = str(error)[:200]  # it names every parameter
-        raise UserError(f"{path} does not fit the model: {message}") from error
+        start = str(error)[:200]  # all of it names every parameter
+        raise UserError(f"{path} does not fit the model: {start}...") from error

@@ -166,7 +166,7 @@ def test_a_failed_run_does_not_end_a_comparison(data, tmp_path, monkeypatch, cap
     with pytest.raises(UserError, match="trained with gamma=0.97, not 0.5; use another --name"):
         compare.main([*flags, "--systems=uniform", "--gamma=0.5"])
     (results / "runs/uniform-1337/ckpt.pt").write_bytes(b"")
-    with pytest.raises(UserError, match="ckpt.pt is damaged"):
+    with pytest.raises(UserError, match="ckpt.pt; is it damaged?"):
         compare.main([*flags, "--systems=uniform"])
 
 
@@ -194,11 +194,15 @@ def test_every_system_trains_in_every_shape_and_a_table_and_a_figure_show_the_si
     assert [*uniform.get_xdata()] == [*none.get_xdata()] == [small, large]
     assert [*uniform.get_ydata()] == [small_uniform, large_uniform]
     assert [*none.get_ydata()] == [small_none, large_none]
+    shutil.rmtree(tmp_path / "try/runs/none-1337")
+    compare.write_results(tmp_path / "try")
+    assert cells(tmp_path / "try/sizes.md")[0] == ["0.0M, 0", f"{small_uniform:.3f}", ""]
 
 
 @pytest.mark.parametrize("flag, message", [
     ("--shape='", "argument --shape: invalid split value"),
-    ("--seed=5", "--seed=5 is set for each run; use --systems, --first_seed and --name"),
+    ("--seed=5", "--seed=5 is set for each run; use --systems, --first_seed"),
+    ("--shape=--system=none", "--system=none is set for each run"),
     ("--systems=no", "unknown system 'no'; choose from learned, uniform")])
 def test_mistakes_in_a_comparison_are_explained(flag, message):
     with pytest.raises(UserError, match=message):

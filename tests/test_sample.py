@@ -196,14 +196,15 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(trained):
     (["--out_dir=no/such"], "there is no checkpoint no/such/ckpt.pt"),
     (["--out_dir={trained}", "--score={tmp}/empty"], "the given text is empty"),
     (["--temperature=-1"], "temperature=-1.0 breaks the rule temperature >= 0"),
-    (["--temperature=nan"], "temperature='nan' must be of type float, like 0.8"),
+    (["--temperature=nan"], "temperature cannot be 'nan' (type float, "),
     (["--out_dir={trained}", "--text="], "the given text is empty"),
     (["--score=a", "--start=b"], "--start and --score exclude each other; give one of them"),
     (["--out_dir={trained}", "--device=nonsense"], "nonsense"),
     (["--out_dir={trained}", "--device=mps"], "device='mps' must be auto or one that torch finds"),
     (["--max_new_bytes=0"], "max_new_bytes=0 breaks the rule max_new_bytes > 0"),
+    (["--seed=2**63"], "breaks the rule 0 <= seed < 2**63"),
     (["--top_k=0"], "top_k=0 breaks the rule top_k > 0"),
-    (["--num_samples=x"], "num_samples='x' must be of type int, like 1"),
+    (["--num_samples=x"], "num_samples cannot be 'x' (type int, default 1)"),
 ])
 def test_a_mistake_on_the_command_line_is_explained(arguments, message, trained, tmp_path):
     (tmp_path / "empty").write_bytes(b"")

@@ -629,7 +629,7 @@ def test_a_damaged_or_malicious_checkpoint_is_refused(trained, tmp_path):
     whole = (trained / "ckpt.pt").read_bytes()
     for damaged in whole[:-1000], b"", b"not a checkpoint":
         path.write_bytes(damaged)
-        message = "is damaged, or not a checkpoint"
+        message = "ckpt.pt; is it damaged?"
         assert message in refused(f"--out_dir={tmp_path}", "--resume=True")
     for other in {"config": Payload()}, {"model": {}}, [1]:
         torch.save(other, path)
@@ -693,7 +693,7 @@ def test_a_finished_run_is_not_overwritten(trained, data):
 def test_a_checkpoint_of_another_shape_or_meaning_is_refused(trained, tmp_path):
     error = refused(f"--out_dir={trained}", "--resume=True", "--n_mid_layers=3")
     assert "ckpt.pt does not fit the model" in error
-    assert "middle.1" in error
+    assert "middle.1" in error and len(error) < 400
     # the weights would fit, but mean something else, and Muon's moments are not AdamW's
     for flag in "--seq_len=16", "--num_heads=1":
         assert "cannot change when a run" in refused(f"--out_dir={trained}", "--resume=True", flag)
