@@ -194,7 +194,14 @@ def test_every_system_trains_in_every_shape_and_a_table_and_a_figure_show_the_si
     assert [*uniform.get_xdata()] == [*none.get_xdata()] == [small, large]
     assert [*uniform.get_ydata()] == [small_uniform, large_uniform]
     assert [*none.get_ydata()] == [small_none, large_none]
-    shutil.rmtree(tmp_path / "try/runs/none-1337")
+    runs = tmp_path / "try/runs"
+    shutil.copytree(runs / "uniform-1337", runs / "none-1338")  # as if a second seed of none
+    compare.write_results(tmp_path / "try")
+    assert cells(tmp_path / "try/sizes.md")[0][2] == f"{small_none:.3f}, {small_uniform:.3f}"
+    _, none = figures[-1].axes[0].lines
+    assert none.get_ydata()[0] == pytest.approx((small_none + small_uniform) / 2)
+    shutil.rmtree(runs / "none-1337")
+    shutil.rmtree(runs / "none-1338")
     compare.write_results(tmp_path / "try")
     assert cells(tmp_path / "try/sizes.md")[0] == ["0.0M, 0", f"{small_uniform:.3f}", ""]
 
