@@ -1,51 +1,19 @@
-"""What the programs share: mistakes, the command line, the device, and text with boundaries."""
+"""What the programs share: mistakes, hyperparameters, devices, checkpoints, and text with boundaries.
+"""
 import argparse
 import inspect
 import os
 import runpy
 import sys
+from dataclasses import fields
 from difflib import get_close_matches
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-import __main__
+from model import make_model
 
-# train.py's rules, one a line, as a user who breaks one reads them
-RULES = """\
-seq_len > 0
-embedding_dim > 0
-num_heads > 0
-embedding_dim % (2 * num_heads) == 0
-n_down_layers >= 0
-n_mid_layers >= 0
-n_up_layers >= 0
-attention_window > 0
-0.5 / seq_len < downsample_rate_target < 1  # so that uniform has a token
-0 <= policy_window <= 12  # the draw needs 2^policy_window numbers per byte
-policy_scale > 0
-policy_softcap > 0
-0 <= redrawn <= 1
-redrawn > 0 or system != 'learned' or batch_size * processes > 1  # eq. 17 compares rows
-redrawn > 0 or system != 'learned' or lambda_early > 0  # else the baseline is never trained
-0 <= gamma <= 1
-lambda_pi >= 0
-lambda_target >= 0
-lambda_early >= 0
-training_bytes > 0
-effective_batch_size > 0
-batch_size > 0
-effective_batch_size % (batch_size * processes) == 0
-learning_rate > 0
-muon_learning_rate >= 0
-policy_learning_rate >= 0
-warmup_bytes >= 0
-weight_decay >= 0
-grad_clip > 0
-log_interval > 0
-eval_interval > 0
-eval_rows > 0
-0 <= seed < 2**63
-dtype in ('auto', 'float32', 'bfloat16', 'float16')"""
 PALETTE = 33, 75, 110, 145, 186, 220, 226  # of a terminal's 256 colours, from blue to yellow
 # Unicode's pictures of control characters; a newline stays
 CONTROLS = {code: 0x2400 + code for code in range(32) if code != 10} | {127: "␡"}
@@ -100,13 +68,10 @@ def argument_parser(usage):
     return parser
 
 
-# ---- Hyperparameters. These functions raise UserError.
-def parse(key, value, defaults):
-    """A hyperparameter's value, from a flag's text or a file, in the type of its default."""
-    if key not in defaults:
-        similar = get_close_matches(key, defaults) or ["--help"]
-        raise UserError(f"unknown name '{key}'; try {' or '.join(similar)}")
-    kind = type(defaults[key])
+# ---- Hyperparameters: the fields of a dataclass. These functions raise UserError.
+def parse(field, value):
+    """The value of a field, from a flag's text or a configuration file, in the field's type."""
+    kind = field.type
     try:
         if kind is bytes:
             return os.fsencode(value)
@@ -118,7 +83,8 @@ def parse(key, value, defaults):
             return kind(number)
     except Exception:
         pass
-    raise UserError(f"{key} cannot be {value!r} (type {kind.__name__}, default {defaults[key]!r})")
+    raise UserError(f"{field.name} cannot be {value!r} (type {kind.__name__}, default "
+                    f"{field.default!r})")
 
 
 def read_file(path):
@@ -134,16 +100,15 @@ def read_file(path):
     return assigned
 
 
-def read_command_line(argv, defaults):
-    """The hyperparameters that configuration files and flags set; later ones override earlier.
+def read_command_line(argv, kind):
+    """The hyperparameters that files and flags set, of the dataclass kind; later ones override.
 
-    For --help, prints the program's docstring and the first section of its source, and exits.
+    For --help, prints the docstring of the program and the source of the dataclass, and exits.
     """
     given = {}
     for argument in argv:
         if argument in ("-h", "--help"):
-            settings = inspect.getsource(__main__).split("\n# ---- ")[1]
-            say(f"{__main__.__doc__}\n{settings}")
+            say(f"{sys.modules[kind.__module__].__doc__}\n{inspect.getsource(kind)}")
             raise SystemExit
         if argument.startswith("--"):
             key, equals, value = argument[2:].partition("=")
@@ -152,14 +117,18 @@ def read_command_line(argv, defaults):
             given[key] = value
         else:
             given |= read_file(argument)
-    return {key: parse(key, value, defaults) for key, value in given.items()}
+    known = {field.name: field for field in fields(kind)}
+    for key in given:
+        if key not in known:
+            similar = get_close_matches(key, known) or ["--help"]
+            raise UserError(f"unknown name '{key}'; try {' or '.join(similar)}")
+    return {key: parse(known[key], value) for key, value in given.items()}
 
 
-def check(hp, processes=1, rules=RULES):
-    """Raises UserError if a hyperparameter, or a combination of them, cannot work."""
-    values = vars(hp) | {"processes": processes}
+def check(values, rules):
+    """Raises UserError if the dictionary of values breaks one of the rules, which are lines."""
     for rule in rules.splitlines():
-        if not eval(rule, values):
+        if not eval(rule, {}, values):
             got = ", ".join(f"{key}={value!r}" for key, value in values.items() if key in rule)
             raise UserError(f"{got} breaks the rule {rule}")
 
@@ -180,6 +149,56 @@ def device_and_dtype(device, dtype):
         elif torch.cpu.get_capabilities().get("avx512_bf16"):  # no Mac has it
             dtype = "bfloat16"
     return device, dtype
+
+
+# ---- Checkpoints: train.py's ckpt.pt.
+def save_checkpoint(path, saved):
+    """Writes a checkpoint. A crash or a full disk leaves the one before it as it was."""
+    part = path.with_suffix(".part")
+    try:
+        with open(part, "wb") as file:
+            torch.save(saved, file)
+        part.replace(path)
+    except (OSError, RuntimeError) as error:  # torch's own error hides the OSError
+        part.unlink(missing_ok=True)
+        raise UserError(
+            f"cannot write {path} (is the disk full?): {error.__context__ or error}") from error
+
+
+def read_checkpoint(path):
+    """What train.py saved, on the CPU. UserError if there is nothing, or nothing that fits."""
+    if not Path(path).exists():
+        raise UserError(f"there is no checkpoint {path}; train.py writes one")
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved["config"]["system"], saved["model"].keys()
+    except Exception as error:  # damaged bytes can raise nearly anything
+        raise UserError(f"cannot read the checkpoint {path}; is it damaged? {error}") from error
+    return saved
+
+
+def load_weights(model, saved, path):
+    """Loads the weights that train.py saved. UserError if they are not this model's."""
+    for key in "seq_len", "num_heads":  # the weights would fit, but mean something else
+        old = saved["config"][key]
+        if getattr(model.hp, key) != old:
+            raise UserError(f"{key} cannot change; it was {old} in {path}")
+    try:
+        model.load_state_dict(saved["model"])
+    except RuntimeError as error:
+        start = str(error)[:200]  # all of it names every parameter
+        raise UserError(f"{path} does not fit the model: {start}...") from error
+
+
+def load_checkpoint(path):
+    """The saved model, in evaluation mode on the CPU, and the checkpoint. Raises UserError."""
+    saved = read_checkpoint(path)
+    try:
+        model = make_model(SimpleNamespace(**saved["config"]))
+    except AttributeError as error:  # a hyperparameter that did not exist
+        raise UserError(f"another version of train.py wrote {path}: {error}") from error
+    load_weights(model, saved, path)
+    return model.eval(), saved
 
 
 # ---- Text with boundaries.
@@ -212,8 +231,10 @@ def marked(stream):
 
     On a terminal, each character is coloured by p, unless NO_COLOR is set.
     """
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    mark = "│" if "│".encode(sys.stdout.encoding or "utf-8", "ignore") else "|"
+    # a notebook, or a program's own sys.stdout, may have neither attribute
+    colour = getattr(sys.stdout, "isatty", bool)() and "NO_COLOR" not in os.environ
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    mark = "│" if "│".encode(encoding, "ignore") else "|"
     for text, a, p in characters(stream):
         if colour:
             text = f"\x1b[38;5;{PALETTE[round(6 * float(p))]}m{text}\x1b[0m"

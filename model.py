@@ -12,13 +12,11 @@ are the paper's too:
     y  the byte to predict, y_i = x_{i+1}      (B, N)      Y   handed back to the bytes   (B, N, D)
 
 B rows, N bytes in a row, D = embedding_dim; T tokens in the batch, M in its longest row, both
-rounded up; w = policy_window; S = policy_scale, the D of eq. 22. The boundaries of K rows are drawn
-twice, which is our addition: each draw is the other's baseline, instead of eq. 14, 15 and 17. See
-losses in train.py.
+rounded up; w = policy_window; S = policy_scale, the D of eq. 22. hp holds train.py's
+hyperparameters.
 """
 import copy
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -26,28 +24,8 @@ import torch.nn.functional as F
 
 BOS = 256  # the one symbol that is not a byte
 VOCAB_SIZE = 257
-
-
-@dataclass
-class ModelConfig:
-    """The hyperparameters in train.py that models need; train.py says what they mean.
-
-    Only experiments/systems.py reads system and seq_len.
-    """
-
-    system: str
-    seq_len: int
-    embedding_dim: int
-    num_heads: int
-    n_down_layers: int
-    n_mid_layers: int
-    n_up_layers: int
-    attention_window: int
-    downsample_rate_target: float
-    policy_window: int
-    policy_scale: float
-    policy_softcap: float
-    redrawn: float
+M_MULTIPLE = 16 if torch.cuda.is_available() else 8  # M is rounded up: aligned loads
+T_MULTIPLE = 64  # T likewise, at most to B * M: products with odd sizes are slow
 
 
 # ---- The transformer block of Gemma 2: RMSNorm, RoPE, GeGLU, soft-caps, no biases.
@@ -101,10 +79,10 @@ def window_attention(q, k, v, window):
     """
     N = q.size(2)
     C, chunks, back = chunking(N, window)
-    after = chunks * C - N
-    q = F.pad(q, (0, 0, 0, after))
+    padding = chunks * C - N
+    q = F.pad(q, (0, 0, 0, padding))
     q = q.unflatten(2, (chunks, C))
-    kv = F.pad(torch.stack((k, v)), (0, 0, back * C, after))
+    kv = F.pad(torch.stack((k, v)), (0, 0, back * C, padding))
     kv = kv.unflatten(3, (back + chunks, C))
     kv = torch.cat([kv[:, :, :, n : n + chunks] for n in range(back + 1)], dim=4)
     k, v = kv.unbind()  # (B, heads, chunks, (back + 1) C, head_dim)
@@ -127,22 +105,22 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
 
-    def attend(self, q, k, v):  # sample.py replaces this by a key-value cache
+    def attend(self, q, k, v):
+        """Attention over whole rows (B, heads, N or M, head_dim)."""
         if self.window:
             return window_attention(q, k, v, self.window)
         M = q.size(2)
         if torch.compiler.is_compiling():  # these lines change no result
-            # token_layout ensures this; when the compiler knows, a GPU loads several scores at once
-            torch._check(M % M_MULTIPLE == 0)
+            torch._check(M % M_MULTIPLE == 0)  # now a GPU loads several scores at once
             if M <= 1024:  # makes a second graph, for short rows: softmax keeps a row in registers
                 torch._check(M <= 1024)  # the compiler does not infer this from the `if`
         i = torch.arange(M, device=q.device)
         return softcapped_attention(q, k, v, i <= i[:, None])
 
-    def forward(self, x, cos, sin, slots=None):
+    def forward(self, x, cos, sin, slots=None, cache=None):
         """x is (B, N, D) for bytes, or (T, D) for tokens; slots are token_layout's.
 
-        cos and sin are (N, 1, head_dim / 2), or (B, M, 1, head_dim / 2).
+        cos and sin are (N, 1, head_dim / 2), or (B, M, 1, head_dim / 2). cache is sample.py's.
         """
         qkv = self.qkv(x)
         if slots is not None:  # put the tokens into rows (B, M), with zeros in empty slots
@@ -153,7 +131,8 @@ class Attention(nn.Module):
         q, k, v = qkv.unbind(-3)  # (B, N or M, heads, head_dim)
         q = rotate(q, cos, sin).transpose(1, 2)  # (B, heads, N or M, head_dim)
         k = rotate(k, cos, sin).transpose(1, 2)
-        y = self.attend(q, k, v.transpose(1, 2))
+        attend = cache.attend if cache else self.attend
+        y = attend(q, k, v.transpose(1, 2))
         y = y.transpose(1, 2).flatten(-2)  # (B, N or M, D)
         if slots is not None:
             y = F.embedding(slots, y.flatten(0, 1))  # y[slots], (T, D), with a faster gradient
@@ -185,39 +164,44 @@ class Block(nn.Module):
         self.mlp = GeGLU(dim, hidden_dim)
         self.norm4 = RMSNorm(dim)
 
-    def forward(self, x, cos, sin, slots=None):
-        x = x + self.norm2(self.attention(self.norm1(x), cos, sin, slots))
+    def forward(self, x, cos, sin, slots=None, cache=None):
+        x = x + self.norm2(self.attention(self.norm1(x), cos, sin, slots, cache))
         return x + self.norm4(self.mlp(self.norm3(x)))
 
 
 # ---- The policy and its draw.
 class Policy(nn.Module):
-    """The logit of "a token ends here" after every possible history of w decisions; eq. 21-23.
+    """The logit of "a token ends here" after every possible history of w decisions.
 
     Replace it as you like, as long as the logits at i depend on X_i alone: sample.py passes one
     position at a time.
     """
 
-    def __init__(self, config):
+    def __init__(self, hp):
         super().__init__()
-        self.config = config
-        self.norm = RMSNorm(config.embedding_dim)  # our choice, as is the initialization
-        self.linear = nn.Linear(config.embedding_dim, 1 + config.policy_window, bias=False)
+        self.hp = hp
+        self.norm = RMSNorm(hp.embedding_dim)  # our choice, as is the initialization
+        self.linear = nn.Linear(hp.embedding_dim, 1 + hp.policy_window, bias=False)
         nn.init.zeros_(self.linear.weight)  # p starts at the target, except for the soft-cap
 
-    def forward(self, X):
-        """X (B, N, D) -> (B, N, 2^w), float32. Bit j-1 of a history is the decision a_{i-j}."""
-        c = self.config
+    def forward(self, X, target):
+        """X (B, N, D) and the target rate, a scalar -> l (B, N, 2^w), float32.
+
+        Bit j-1 of a history is the decision a_{i-j}.
+        """
         with torch.autocast(X.device.type, enabled=False):
-            z = self.linear(self.norm(X).float()) / c.policy_scale  # (W_0 X_i, ..., W_w X_i) / S
-        l = z[..., :1] + math.log(c.downsample_rate_target / (1 - c.downsample_rate_target))
-        for j in range(1, 1 + c.policy_window):
-            l = torch.cat((l, l + z[..., j : j + 1]), dim=-1)  # a_{i-j} = 0, then a_{i-j} = 1
-        return softcap(l, c.policy_softcap) if self.training else l
+            z = self.linear(self.norm(X).float())  # (W_0 X_i, ..., W_w X_i)
+        raw = z[..., :1]
+        for j in range(1, 1 + self.hp.policy_window):
+            raw = torch.cat((raw, raw + z[..., j : j + 1]), dim=-1)  # a_{i-j} is 0 or 1, eq. 21
+        l = raw / self.hp.policy_scale + torch.logit(target)  # eq. 22
+        if self.training:
+            l = softcap(l, self.hp.policy_softcap)  # eq. 23
+        return l
 
 
 def draw(p, u):
-    """Draws boundaries a (B, N) bool from uniforms u (B, N), in parallel; eq. 2, 19.
+    """Draws boundaries a (B, N) bool from uniforms u (B, N), in parallel.
 
     p (B, N, 2^w) holds p_i for each history of decisions; bit j-1 of a history is a_{i-j}. Also
     returns each position's history (B, N, 1). The result is exactly that of
@@ -232,17 +216,17 @@ def draw(p, u):
     the tree again gives the history that enters each position. That takes 2 log2(N) small steps.
     """
     N, H = p.shape[-2:]
-    decision = u[..., None] < p  # (B, N, H)
-    after = (2 * torch.arange(H, device=p.device) + decision) % H
+    decision = u[..., None] < p  # (B, N, H), eq. 19
+    table = (2 * torch.arange(H, device=p.device) + decision) % H
     # pad N to a power of two; the padding comes last, so no history depends on it
-    after = F.pad(after, (0, 0, 0, 2 ** math.ceil(math.log2(N)) - N))
+    table = F.pad(table, (0, 0, 0, 2 ** math.ceil(math.log2(N)) - N))
     levels = []
-    while after.size(-2) > 1:
-        levels.append(after)
-        first = after[..., ::2, :]
-        second = after[..., 1::2, :]
-        after = second.gather(-1, first)  # first, then second
-    history = after.new_zeros(after.shape[:-1])  # (B, 1): no boundaries before the row
+    while table.size(-2) > 1:
+        levels.append(table)
+        first = table[..., ::2, :]
+        second = table[..., 1::2, :]
+        table = second.gather(-1, first)  # first, then second
+    history = table.new_zeros(table.shape[:-1])  # (B, 1): no boundaries before the row
     for table in reversed(levels):
         first = table[..., ::2, :]
         between = first.gather(-1, history[..., None])[..., 0]  # the history after the first
@@ -252,10 +236,6 @@ def draw(p, u):
 
 
 # ---- Downsample: where the tokens of all rows lie.
-M_MULTIPLE = 16 if torch.cuda.is_available() else 8  # pad M to a multiple: aligned loads
-T_MULTIPLE = 64  # pad T likewise, at most to B * M: products with odd sizes are slow
-
-
 def token_layout(a):
     """Index tensors that pack the tokens of all rows end to end, for boundaries a (B, N) bool.
 
@@ -266,8 +246,14 @@ def token_layout(a):
         positions (B, M)  each token's position for RoPE: its last byte's in the row (our choice)
         slots (T,)        where each token lies among the B * M slots of positions
 
-    T is rounded up with fillers, copies of byte 0 of the batch. They take empty slots of any row,
-    after the row's own tokens, where causal attention hides them, and no byte reads them.
+    For two rows of six bytes with five tokens, if M were 3 and T were 6:
+
+        a       1 0 0 1 0 1 | 1 0 1 0 0 0      ends       0  3  5 | 6  8 | 0
+        reads   0 0 0 1 1 2 | 3 3 4 4 4 4      positions  0  3  5 | 0  2  0
+                                               slots      0  1  2 | 3  4 | 5
+
+    M is rounded up, and so is T, with copies of byte 0 of the batch. They take empty slots of any
+    row, after the row's own tokens, where causal attention hides them, and no byte reads them.
     """
     flat = a.flatten()
     ends = flat.nonzero()[:, 0]  # the CPU waits for the GPU, here and below
@@ -311,34 +297,37 @@ class Head(nn.Module):
 class UNet(nn.Module):
     """Byte encoder, middle transformer and byte decoder, for given boundaries; section 2.2."""
 
-    def __init__(self, config):
+    def __init__(self, hp):
         super().__init__()
-        self.config = config
-        D, heads, window = config.embedding_dim, config.num_heads, config.attention_window
+        self.hp = hp
+        # the target rate, in tokens per byte; train.py lets it fall during the run
+        self.register_buffer("target", torch.tensor(hp.downsample_rate_target))
+        D, heads, window = hp.embedding_dim, hp.num_heads, hp.attention_window
         self.embedding = nn.Embedding(VOCAB_SIZE, D)
         self.down = nn.ModuleList(
-            Block(D, heads, D, window) for _ in range(config.n_down_layers))
+            Block(D, heads, D, window) for _ in range(hp.n_down_layers))
         self.middle = nn.ModuleList(
-            Block(D, heads, 4 * D) for _ in range(config.n_mid_layers))
+            Block(D, heads, 4 * D) for _ in range(hp.n_mid_layers))
         self.up = nn.ModuleList(
-            Block(D, heads, D, window) for _ in range(config.n_up_layers))
+            Block(D, heads, D, window) for _ in range(hp.n_up_layers))
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
         self.head = Head(D)  # after the loop, because it has its own initialization
 
-    def run(self, blocks, x, positions, slots=None):
+    def run(self, blocks, x, positions, slots=None, caches=None):
         """Applies blocks to bytes x (B, N, D) at positions (N,), or tokens (T, D) at (B, M).
 
-        sample.py passes one position at a time: x (B, 1, D) at positions (1,).
+        sample.py passes one position at a time, x (B, 1, D) at positions (1,), and a cache for
+        each block.
         """
-        head_dim = self.config.embedding_dim // self.config.num_heads
+        head_dim = self.hp.embedding_dim // self.hp.num_heads
         pair = torch.arange(0, head_dim, 2, device=x.device)
         frequency = 10000.0 ** (-pair.float() / head_dim)
         angle = positions[..., None, None] * frequency
         cos, sin = angle.cos(), angle.sin()  # (..., 1, head_dim / 2)
-        for block in blocks:
-            x = block(x, cos, sin, slots)
+        for block, cache in zip(blocks, caches or [None] * len(blocks)):
+            x = block(x, cos, sin, slots, cache)
         return x
 
     def encode(self, x):
@@ -368,35 +357,31 @@ class UNet(nn.Module):
 class Model(UNet):
     """The paper's model: a policy draws the boundaries; sections 2.3 to 2.5. Losses: train.py."""
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.policy = Policy(config)
-        if config.redrawn == 0:
-            # W_early, eq. 14: the paper's baseline, which second draws replace
-            self.early_head = copy.deepcopy(self.head)
+    def __init__(self, hp):
+        super().__init__(hp)
+        self.policy = Policy(hp)
+        self.early_head = copy.deepcopy(self.head)  # W_early, eq. 14
 
     def forward(self, x, y, u):
-        """x, y (B, N), uniforms u (B + K, N) -> logp, early_logp, l, a.
+        """Bytes x, next bytes y, uniforms u (B, N) -> logp, early_logp, l, a; all (B, N).
 
-        x_0 is <bos>. logp_i is log p(y_i | x_0..x_i, a_0..a_i) in nats. Nothing at i depends on a
-        later byte or decision. The first K rows are drawn twice: logp, l and a (bool) are
-        (B + K, N), with the second draws at the end. Of a second draw only l has a gradient, since
-        its logp is just a reward. early_logp (B, N) is the early exit's, or None without one.
-        There is one if config.redrawn is 0. In evaluation K is 0 as well.
+        logp_i is log p(y_i | x_0..x_i, a_0..a_i) in nats. Nothing at i depends on a later byte or
+        decision. a is bool; l_i is the logit of a_i after the decisions before it.
         """
-        B, K = len(x), len(u) - len(x)
         X = self.encode(x)  # eq. 1
-        table = self.policy(X)  # (B, N, 2^w): l for each history, eq. 21-23
-        table = torch.cat((table, table[:K]))
+        early_logp = self.early_head(X, y)  # eq. 14
+        table = self.policy(X, self.target)  # (B, N, 2^w): l for each history
         p = table.detach().sigmoid()  # eq. 20
         p[:, 0] = 1.0  # <bos> is a token, so that every byte has one to read from
-        a, history = draw(p, u)  # eq. 2, 19
+        a, history = draw(p, u)  # eq. 2
         l = table.gather(-1, history)[..., 0]
-        logp = self.head(self.after_encoder(X, a[:B]), y)
-        early_logp = self.early_head(X, y) if self.config.redrawn == 0 else None  # eq. 14
-        if K > 0:
-            with torch.no_grad():
-                second = self.after_encoder(X[:K], a[B:])
-                second = self.head(second, y[:K])
-            logp = torch.cat((logp, second))
+        logp = self.head(self.after_encoder(X, a), y)
         return logp, early_logp, l, a
+
+
+def make_model(hp):
+    """A new model of hp.system, with an attribute for each hyperparameter that it needs."""
+    if hp.system == "learned":
+        return Model(hp)
+    from experiments.systems import make_system  # here, so that experiments/ may be deleted
+    return make_system(hp)

@@ -50,6 +50,7 @@ import sys
 import sysconfig
 import zlib
 from collections import Counter
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -69,7 +70,6 @@ PRESETS = {
     "fineweb": HF | {"hf_path": "HuggingFaceFW/fineweb", "hf_name": "sample-10BT"},
     "codeparrot": HF | {"hf_path": "codeparrot/codeparrot-clean", "text_column": "content"},
 }
-locks = []  # a lock is released when nothing refers to it
 
 # ---- Reading shards.
 def open_shards(folder, split, seq_len, notes="meta.json"):
@@ -241,14 +241,14 @@ def read_hf(options, state):
 
 
 # ---- Writing shards.
-def lock(folder):
-    """Locks a folder until this process ends. UserError if another one holds it."""
-    file_lock = FileLock(f"{folder}/.lock", is_singleton=True)
+@contextmanager
+def locked(folder):
+    """Makes a folder and locks it meanwhile. UserError if another process holds it."""
     try:
-        file_lock.acquire(timeout=0)
+        with FileLock(f"{folder}/.lock", timeout=0):
+            yield
     except Timeout:
         raise UserError(f"another process is writing to {folder}; wait, or use another --out_dir")
-    locks.append(file_lock)
 
 
 def write_json(path, state):
@@ -350,7 +350,6 @@ def parse(argv):
 
 def prepare(out_dir, options):
     """Makes the set in out_dir, or continues where an earlier run stopped."""
-    lock(out_dir)
     meta = out_dir / "meta.json"
     progress = out_dir / "progress.json"
     state = {"options": options, "train": {"bytes": 0}, "val": {"bytes": 0}, "left_out_bytes": 0,
@@ -396,7 +395,8 @@ def main(argv=None):
     """Runs the command line. A mistake, or a failing disk, is a UserError."""
     out_dir, options = parse(argv)
     try:
-        prepare(out_dir, options)
+        with locked(out_dir):
+            prepare(out_dir, options)
     except KeyboardInterrupt:
         say("stopped; the same command continues")
         raise

@@ -13,34 +13,33 @@ import math
 import os
 import sys
 import time
+from dataclasses import dataclass
 from itertools import tee
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
-from configurator import UserError, check, device_and_dtype, marked, read_command_line, run
-from experiments.systems import load_checkpoint
+from configurator import (
+    UserError, check, device_and_dtype, load_checkpoint, marked, read_command_line, run)
 from model import BOS, softcapped_attention
 
-# ---- Settings, which --key=value overrides. A flag is parsed as the type of its default; where
-# that is bytes, its text is taken as it is.
-DEFAULTS = dict(
-    out_dir="out",  # folder where train.py left ckpt.pt
-    start=b"",  # the text to continue; FILE:PATH reads it from a file
-    score="",  # or a file whose boundaries to show; - for stdin
-    text=b"",  # or a text whose boundaries to show
-    deterministic=False,  # True: draw nothing; a token of the given text ends where p > 1/2
-    num_samples=1,  # texts to generate
-    max_new_bytes=300,  # length of each text
-    temperature=0.8,  # below 1: likelier bytes; 0: always the likeliest
-    top_k=50,  # draw from this many likeliest bytes
-    seed=1337,  # of the draws
-    device="auto",  # "auto", "cpu", "cuda" or "mps"
-)
 
-# ---- What must hold for them.
+@dataclass
+class Settings:
+    out_dir: str = "out"  # folder where train.py left ckpt.pt
+    start: bytes = b""  # the text to continue; FILE:PATH reads it from a file
+    score: str = ""  # or a file whose boundaries to show; - for stdin
+    text: bytes = b""  # or a text whose boundaries to show
+    deterministic: bool = False  # True: draw nothing; a token of the text ends where p > 1/2
+    num_samples: int = 1  # texts to generate
+    max_new_bytes: int = 300  # length of each text
+    temperature: float = 0.8  # below 1: likelier bytes; 0: always the likeliest
+    top_k: int = 50  # draw from this many likeliest bytes
+    seed: int = 1337  # of the draws
+    device: str = "auto"  # "auto", "cpu", "cuda" or "mps"
+
+
 RULES = """\
 num_samples > 0
 max_new_bytes > 0
@@ -51,30 +50,32 @@ top_k > 0
 
 # ---- Generation.
 class Cache:
-    """Replaces Attention.attend during generation: keeps the keys and values of one layer.
+    """The keys and values of one layer's earlier positions, for `size` positions of B rows.
 
-    Each call brings one new position for some rows. Before it, generate sets now.rows (R,), the
-    numbers of these rows, and now.position (R,) or (1,), how many positions each has so far. With a
-    window, the newest position overwrites the oldest one.
+    Once it is full, the newest position overwrites the oldest one.
     """
 
-    def __init__(self, size, now):
+    def __init__(self, B, size, device):
         self.size = size
-        self.now = now
-        self.k = None
+        self.count = torch.zeros(B, dtype=torch.int64, device=device)  # positions so far
+        self.rows = torch.arange(B, device=device)  # that the next call is for
+        self.k = self.v = None
 
-    def __call__(self, q, k, v):  # (R, heads, 1, head_dim)
-        rows, position = self.now.rows, self.now.position
+    def attend(self, q, k, v):
+        """Attention of one new position of each of self.rows (R,), (R, heads, 1, head_dim)."""
         if self.k is None:
-            self.k = k.new_zeros(len(k), k.size(1), self.size, k.size(3))
-            self.v = torch.zeros_like(self.k)
-        slot = position % self.size
+            shape = len(self.count), k.size(1), self.size, k.size(3)
+            self.k, self.v = k.new_zeros(shape), v.new_zeros(shape)
+        rows = self.rows
+        slot = self.count[rows] % self.size
         self.k[rows, :, slot] = k[:, :, 0]
         self.v[rows, :, slot] = v[:, :, 0]
-        used = min(int(position.max()) + 1, self.size)
-        mask = torch.arange(used, device=k.device) <= position[:, None]  # (R, used)
-        k = self.k[rows, :, :used]
-        v = self.v[rows, :, :used]
+        self.count[rows] += 1
+        used = self.count[rows].clamp(max=self.size)
+        most = int(used.max())
+        mask = torch.arange(most, device=k.device) < used[:, None]  # (R, most)
+        k = self.k[rows, :, :most]
+        v = self.v[rows, :, :most]
         return softcapped_attention(q, k, v, mask[:, None, None])
 
 
@@ -97,45 +98,37 @@ def generate(model, x, max_new_bytes, temperature, top_k):
     (B,). A byte costs one position of the byte layers, and one of the middle where a token ends; a
     prompt is read byte by byte too.
     """
-    if model.config.system != "learned":
+    if model.hp.system != "learned":
         yield from generate_without_cache(model, x, max_new_bytes, temperature, top_k)
         return
     B, N = x.shape
-    bytes_now, tokens_now = SimpleNamespace(), SimpleNamespace()
-    blocks = [*model.down, *model.middle, *model.up]
-    for block in blocks:
-        window = block.attention.window  # the token layers have none
-        now = bytes_now if window else tokens_now
-        block.attention.attend = Cache(window or N + max_new_bytes, now)
-    try:
-        all_rows = torch.arange(B, device=x.device)
-        history = torch.zeros_like(all_rows)  # bit j-1 is a_{i-j}, as in Policy
-        count = torch.zeros_like(all_rows)  # tokens of each row so far
-        tokens = torch.zeros(B, model.config.embedding_dim, device=x.device)  # each row's last Y'
-        for i in range(N + max_new_bytes):
-            byte = x[:, i] if i < N else next_byte(logits, temperature, top_k)
-            position = torch.tensor([i], device=x.device)
-            bytes_now.rows, bytes_now.position = all_rows, position
-            X = model.run(model.down, model.embedding(byte[:, None]), position)  # (B, 1, D)
-            l = model.policy(X)[:, 0]  # (B, 2^w)
-            p = l.gather(1, history[:, None])[:, 0].sigmoid()
-            a = torch.rand(B).to(p) < p
-            if i == 0:
-                a[:] = True
-            history = (2 * history + a) % l.size(1)
-            rows = a.nonzero()[:, 0]
-            if len(rows) > 0:
-                tokens_now.rows, tokens_now.position = rows, count[rows]
-                tokens[rows] = model.run(model.middle, X[rows], position)[:, 0]
-                count[rows] += 1
-            Y = model.upsample(X, tokens, all_rows[:, None])
-            Z = model.run(model.up, Y, position)[:, 0]
-            if i > 0:
-                yield byte, a, p, F.cross_entropy(logits, byte, reduction="none")
-            logits = model.head.logits(Z)
-    finally:
-        for block in blocks:
-            del block.attention.attend  # restores the class's method
+    window = model.hp.attention_window
+    down = [Cache(B, window, x.device) for _ in model.down]
+    middle = [Cache(B, N + max_new_bytes, x.device) for _ in model.middle]
+    up = [Cache(B, window, x.device) for _ in model.up]
+    all_rows = torch.arange(B, device=x.device)
+    history = torch.zeros_like(all_rows)  # bit j-1 is a_{i-j}, as in Policy
+    tokens = torch.zeros(B, model.hp.embedding_dim, device=x.device)  # each row's last Y'
+    for i in range(N + max_new_bytes):
+        byte = x[:, i] if i < N else next_byte(logits, temperature, top_k)
+        position = torch.tensor([i], device=x.device)
+        X = model.run(model.down, model.embedding(byte[:, None]), position, caches=down)
+        l = model.policy(X, model.target)[:, 0]  # (B, 2^w)
+        p = l.gather(1, history[:, None])[:, 0].sigmoid()
+        a = torch.rand(B).to(p) < p
+        if i == 0:
+            a[:] = True
+        history = (2 * history + a) % l.size(1)
+        rows = a.nonzero()[:, 0]
+        if len(rows) > 0:
+            for cache in middle:
+                cache.rows = rows
+            tokens[rows] = model.run(model.middle, X[rows], position, caches=middle)[:, 0]
+        Y = model.upsample(X, tokens, all_rows[:, None])  # (B, 1, D)
+        Z = model.run(model.up, Y, position, caches=up)[:, 0]
+        if i > 0:
+            yield byte, a, p, F.cross_entropy(logits, byte, reduction="none")
+        logits = model.head.logits(Z)
 
 
 @torch.no_grad()
@@ -162,8 +155,8 @@ def scored(model, text, deterministic=False):
     Boundaries are drawn, or with deterministic=True they are where p > 1/2.
     """
     device = model.embedding.weight.device
-    for start in range(0, len(text), model.config.seq_len):
-        row = text[start : start + model.config.seq_len]
+    for start in range(0, len(text), model.hp.seq_len):
+        row = text[start : start + model.hp.seq_len]
         x = torch.tensor([[BOS, *row]], device=device)
         y = x.roll(-1)  # the last target is unused
         u = torch.rand(x.shape).to(device)
@@ -197,12 +190,12 @@ def tokens(model, text, deterministic=False):
 # ---- The program.
 def main(argv):
     """Runs the command line. Raises UserError."""
-    chosen = read_command_line(argv, DEFAULTS)
+    chosen = read_command_line(argv, Settings)
     given = [key for key in ("start", "score", "text") if key in chosen]
     if len(given) > 1:
         raise UserError(f"--{' and --'.join(given)} exclude each other; give one of them")
-    options = SimpleNamespace(**DEFAULTS | chosen)
-    check(options, rules=RULES)
+    options = Settings(**chosen)
+    check(vars(options), RULES)
     device, _ = device_and_dtype(options.device, "float32")
     model = load(options.out_dir).to(device)
     text = options.text
@@ -225,18 +218,22 @@ def main(argv):
             generate(model, prompt, options.max_new_bytes, options.temperature, options.top_k)
             for _ in range(options.num_samples)]
     started = time.perf_counter()
-    steps = []
+    n = ends = nats = 0
     for stream in streams:
         shown, again = tee(stream)
         for piece in marked(shown):
             print(piece, end="", flush=True)
         print("\n" + "-" * 80)
-        steps += again
+        for _, a, _, cost in again:
+            n += 1
+            ends += int(a)
+            nats += float(cost)
+        ends += not a  # the last token ends with the text
     seconds = time.perf_counter() - started
-    n = len(steps)
-    _, ends, _, nats = (float(sum(column)) for column in zip(*steps))
-    print(f"{n} bytes, {ends:.0f} tokens, {n / max(ends, 1):.2f} bytes per token, "
-          f"{nats / n / math.log(2):.3f} bits per byte, {n / seconds:.0f} bytes per second")
+    # a generated text is drawn at another temperature than its bits are computed for
+    bits = f", {nats / n / math.log(2):.3f} bits per byte" if text else ""
+    print(f"{n} bytes, {ends} tokens, {n / ends:.2f} bytes per token{bits}, "
+          f"{n / seconds:.0f} bytes per second")
 
 
 if __name__ == "__main__":

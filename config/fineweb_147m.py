@@ -14,7 +14,6 @@ downsample_rate_target = 1 / 5
 policy_window = 8
 policy_scale = 16.0
 weight_decay = 0.01  # ours: the paper gives none, and no policy_softcap or grad_clip
-redrawn = 0.0  # one draw, with an early exit
 gamma = 0.99
 lambda_pi = 1e-2
 lambda_target = 1e-2

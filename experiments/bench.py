@@ -23,11 +23,9 @@ import train
 from configurator import argument_parser, device_and_dtype, run, say
 from experiments.compare import hyperparameters, table
 from experiments.measures import flops_per_byte
-from experiments.optimizer import make_optimizer
-from experiments.systems import compile_model, make_model
-from model import token_layout
+from model import make_model
 
-SETTINGS = "", "--redrawn=0", "--system=none", "--system=random", "--system=uniform"
+SETTINGS = "", "--system=none", "--system=random", "--system=uniform"
 TURNS = 20
 SIDE = 8192 if torch.cuda.is_available() else 2048  # of the matrix product
 
@@ -46,10 +44,10 @@ def training_step(hp):
     torch.manual_seed(0)
     size = hp.effective_batch_size, hp.seq_len
     shards = [torch.randint(256, size, dtype=torch.uint8).numpy()]
-    model = make_model(vars(hp)).to(hp.device)
+    model = make_model(hp).to(hp.device)
     if hp.compile:
-        compile_model(model)
-    optimizer = make_optimizer(model, hp)
+        train.compile_model(model)
+    optimizer = train.make_optimizer(model, hp)
     autocast = train.prepare_torch(hp.device, hp.dtype)
     scaler = torch.amp.GradScaler(hp.device, enabled=hp.dtype == "float16")
     first_rows = itertools.count(0, hp.effective_batch_size)
@@ -60,9 +58,8 @@ def training_step(hp):
         return train.training_step(model, batches, optimizer, fraction, scaler, autocast, hp)
 
     _, _, a, _ = step()
-    _, _, positions, slots = token_layout(a > 0.5)
-    per_byte = flops_per_byte(model, hp, len(slots), positions.size(1))
-    return step, shards[0].size, per_byte * shards[0].size
+    flops = flops_per_byte(model, a.float().mean().item()) * shards[0].size
+    return step, shards[0].size, flops
 
 
 def main(argv=None):

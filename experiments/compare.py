@@ -2,14 +2,16 @@
 Trains systems that place boundaries in different ways on the same rows, and compares them.
 
     python -m experiments.compare --systems=learned,uniform,hnet --seeds=2 --training_bytes=20e6
+    python -m experiments.compare --systems=learned,uniform,none --flops=2e13 --name=flops
     python -m experiments.compare --systems=learned,none config/x.py --gamma=0.9 --name=x
     python -m experiments.compare --systems=learned,uniform --data=data/mine --name=sizes \\
         --shape="--embedding_dim=64 --num_heads=1 --training_bytes=1e6" --shape=
 
 A system is a value of train.py's --system, and a shape is any flags of train.py. Each system trains
-in each shape. The configuration file and all other flags go to all runs. Finished runs are not
-repeated, and stopped runs continue. Writes to experiments/results/NAME/, from all runs in its
-folder runs/:
+in each shape. The configuration file and all other flags go to all runs. With --flops, each system
+reads as many bytes as it can pay for with so many FLOPs of training, if it keeps to the target
+rate; the table has the FLOPs that it took. Finished runs are not repeated, and stopped runs
+continue. Writes to experiments/results/NAME/, from all runs in its folder runs/:
 
     evaluations.jsonl   one line per evaluation
     table.md            means over seeds of the last evaluations of finished runs
@@ -17,6 +19,7 @@ folder runs/:
     sizes.md, .svg      bits per byte over parameters, if the shapes differ in them
 """
 import json
+import math
 import os
 import shlex
 import statistics
@@ -28,10 +31,14 @@ from types import SimpleNamespace
 import matplotlib.pyplot as plt
 from cycler import cycler
 
-from configurator import UserError, argument_parser, check, read_command_line, run, say
+from configurator import (
+    UserError, argument_parser, check, load_checkpoint, read_checkpoint, read_command_line, run,
+    say)
 from experiments.measures import flops_per_byte, paper_flops_per_byte
-from experiments.systems import SYSTEMS, load_checkpoint, read_checkpoint
-from train import DEFAULTS
+from experiments.systems import SYSTEMS, Fixed
+from model import make_model
+from prepare import open_shards
+from train import RULES, Hyperparameters, micro_batches, target_rate
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
@@ -73,11 +80,35 @@ def save_figure(axes, path):
 # ---- Training.
 def hyperparameters(flags):
     """The hyperparameters that these arguments give train.py. Raises UserError."""
-    hp = SimpleNamespace(**DEFAULTS | read_command_line(flags, DEFAULTS))
-    check(hp)
-    if hp.system not in SYSTEMS:
-        raise UserError(f"unknown system '{hp.system}'; choose from {', '.join(SYSTEMS)}")
+    hp = Hyperparameters(**read_command_line(flags, Hyperparameters))
+    check(vars(hp) | {"processes": 1}, RULES)
+    if hp.system not in ("learned", *SYSTEMS):
+        raise UserError(f"system={hp.system!r} must be learned or one of {', '.join(SYSTEMS)}")
     return hp
+
+
+def affordable_bytes(hp, flops):
+    """How many bytes training can read for so many FLOPs, at the target rate.
+
+    A fixed rule's rate is that of 64 validation rows, at the first and at the final target.
+    """
+    model = make_model(hp)
+    step_bytes = hp.effective_batch_size * hp.seq_len
+    first, final = target_rate(0, hp), target_rate(math.inf, hp)
+    at_first, at_final = first, final
+    if isinstance(model, Fixed):
+        rows = SimpleNamespace(**vars(hp) | {"effective_batch_size": 64, "batch_size": 64})
+        [(x, _, u)] = micro_batches(open_shards(hp.data, "val", hp.seq_len), 0, rows, 0, 1, "cpu")
+        at_final = model.rule(x, u).float().mean().item()
+        model.target.fill_(first)
+        at_first = model.rule(x, u).float().mean().item()
+    bytes_seen = 0
+    while flops > 0:
+        part = (target_rate(bytes_seen, hp) - final) / max(first - final, 1e-9)
+        rate = at_final + (at_first - at_final) * part
+        flops -= step_bytes * flops_per_byte(model, rate)
+        bytes_seen += step_bytes
+    return bytes_seen
 
 
 def check_unchanged(out_dir, hp):
@@ -85,7 +116,7 @@ def check_unchanged(out_dir, hp):
     checkpoint = out_dir / "ckpt.pt"
     if not checkpoint.exists():
         return
-    old = DEFAULTS | read_checkpoint(checkpoint)["config"]
+    old = vars(Hyperparameters()) | read_checkpoint(checkpoint)["config"]
     for key, value in vars(hp).items():
         if key not in ("out_dir", "resume", "device", "compile") and value != old[key]:
             raise UserError(f"{out_dir} was trained with {key}={old[key]!r}, not {value!r}; use "
@@ -134,7 +165,6 @@ def read_run(out_dir):
     Adds the FLOPs of training that led to each, and the seconds, at the run's median speed.
     """
     model, saved = load_checkpoint(out_dir / "ckpt.pt")
-    hp = SimpleNamespace(**saved["config"])
     parameters = sum(p.numel() for p in model.parameters())
     records = read_log(out_dir / "log.jsonl")
     steps = [record for record in records if "auto" in record]
@@ -142,20 +172,20 @@ def read_run(out_dir):
         return []
     speed = statistics.median(step["bytes_per_second"] for step in steps)
     evaluations = []
-    step = steps[0]  # the latest one: its tokens hold for the bytes since the last record
+    step = steps[0]  # the latest one: its rate holds for the bytes since the last record
     last_bytes = flops = paper_flops = 0
     for record in records:
         if "auto" in record:
             step = record
         new_bytes = record["bytes"] - last_bytes
         last_bytes = record["bytes"]
-        flops += new_bytes * flops_per_byte(model, hp, step["T"], step["M"])
+        flops += new_bytes * flops_per_byte(model, step["rate"])
         paper_flops += new_bytes * paper_flops_per_byte(model, step["rate"])
         if "val_bpb" in record and record["bytes"]:
             del record["line"]  # the printed text
             new_keys = {
-                "system": hp.system, "seed": hp.seed, "flops": flops, "paper_flops": paper_flops,
-                "seconds": record["bytes"] / speed, "training_bytes": hp.training_bytes,
+                "system": model.hp.system, "seed": model.hp.seed, "flops": flops, "paper_flops": paper_flops,
+                "seconds": record["bytes"] / speed, "training_bytes": model.hp.training_bytes,
                 "parameters": parameters}
             evaluations.append(new_keys | record)
     return evaluations
@@ -183,7 +213,7 @@ def table_row(label, runs):
         f"{mean('val_bpb'):.4f}",
         ", ".join(f"{e['val_bpb']:.3f}" for e in last),
         f"{mean('val_rate'):.3f}",
-        f"{mean('ends_between'):.0%}",
+        f"{mean('ends_outside'):.0%}",
         f"{mean('parameters') / 1e6:.2f}M",
         f"{mean('bytes') / 1e6:.1f}",
         f"{mean('flops'):.3g}",
@@ -211,7 +241,7 @@ def write_results(results):
     evaluations = [e for seeds in runs.values() for run in seeds for e in run]
     write_jsonl(results / "evaluations.jsonl", evaluations)
     head = ["system", "finished", "bits per byte", "each seed", "rate",
-            "tokens ending between words", "parameters", "MB", "training FLOPs", "minutes"]
+            "tokens ending on a space or punctuation", "parameters", "MB", "training FLOPs", "minutes"]
     rows = [table_row(label, seeds) for label, seeds in runs.items()]
     write_table(results / "table.md", head, rows)
     if evaluations:
@@ -235,7 +265,8 @@ def write_sizes(runs, results):
 
     if len({one_of(shape)["parameters"] for shape in shapes.values()}) < 2:
         return
-    systems = [system for system in SYSTEMS if any(system in shape for shape in shapes.values())]
+    systems = [system for system in ("learned", *SYSTEMS)
+               if any(system in shape for shape in shapes.values())]
     lines = {system: [[]] for system in systems}
     rows = []
     for shape in sorted(shapes.values(), key=lambda shape: one_of(shape)["parameters"]):
@@ -257,6 +288,7 @@ def main(argv=None):
     add = parser.add_argument
     add("--systems", default="learned,uniform,random,whitespace,gumbel,hnet,none")
     add("--shape", type=shlex.split, action="append", help="flags of train.py; may be repeated")
+    add("--flops", type=float, help="of training, for each run")
     add("--seeds", type=int, default=1, help="number of runs per system")
     add("--first_seed", type=int, default=1337)
     add("--name", default="try", help="folder of results")
@@ -271,6 +303,9 @@ def main(argv=None):
             for system in options.systems.split(","):
                 folder = ",".join(flag.removeprefix("--") for flag in shape).replace("/", ":")
                 flags = [*others, *shape, f"--system={system}", f"--seed={seed}"]
+                if options.flops:
+                    size = affordable_bytes(hyperparameters(flags), options.flops)
+                    flags.append(f"--training_bytes={size}")
                 planned.append((flags, results / "runs" / folder / f"{system}-{seed}"))
     train_all(planned, results)
 

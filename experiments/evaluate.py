@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from configurator import UserError, argument_parser, device_and_dtype, run, say
+from configurator import (
+    UserError, argument_parser, device_and_dtype, load_checkpoint, run, say)
 from experiments.compare import table
-from experiments.systems import load_checkpoint
 from model import BOS
 from prepare import open_shards
 from train import prepare_torch
@@ -102,7 +102,7 @@ def read_items(task, seq_len):
 def score(model, context, answer, seed, autocast):
     """The answer's bits, and how many tokens and bytes were read."""
     device = model.embedding.weight.device
-    length = max(model.config.seq_len, len(answer))
+    length = max(model.hp.seq_len, len(answer))
     row = (context + answer)[-length:]
     y = torch.tensor([list(row)], device=device)
     x = F.pad(y[:, :-1], (1, 0), value=BOS)
@@ -143,7 +143,7 @@ def main(argv=None):
     parser.add_argument("tasks", nargs="+", metavar="task", help="NAME, NAME=FILE, heldout=FOLDER")
     options = parser.parse_args(argv)
     model, saved = load_checkpoint(options.checkpoint)
-    tasks = {task: read_items(task, model.config.seq_len) for task in options.tasks}
+    tasks = {task: read_items(task, model.hp.seq_len) for task in options.tasks}
     device, dtype = device_and_dtype("auto", saved["config"]["dtype"])
     autocast = prepare_torch(device, dtype)
     model.to(device)

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import torch
 
-from configurator import UserError, argument_parser, characters, run
+from configurator import UserError, argument_parser, characters, load_checkpoint, run
 from experiments.compare import RESULTS, read_log
 from experiments.page import as_html, cell, cell_colours, page, write
-from experiments.systems import load_checkpoint
 from prepare import open_shards
 from sample import scored
 

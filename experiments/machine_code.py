@@ -19,11 +19,10 @@ from pathlib import Path
 
 import torch
 
-from configurator import argument_parser, run, say
+from configurator import argument_parser, load_checkpoint, run, say
 from experiments.compare import table
 from experiments.figures import PICTURE_STYLE
 from experiments.page import cell_colours, write
-from experiments.systems import load_checkpoint
 from sample import scored
 
 

@@ -1,9 +1,9 @@
 """
-The other ways to place boundaries that the paper compares with: train.py --system=NAME. Also makes,
-compiles, saves and loads the models of all systems.
+The other ways to place boundaries that the paper compares with: train.py --system=NAME.
 
 Every system is a U-Net like the learned one. They differ in what decides where tokens end and, for
-gumbel and hnet, in how tokens are made and handed back.
+gumbel and hnet, in how tokens are made and handed back. All follow the target rate as it falls;
+whitespace, bpe and PATH.pt, which have rates of their own, get random extra tokens that die out.
 
     uniform     round(N * target) evenly spaced tokens
     random      independent draws at the target rate
@@ -16,28 +16,19 @@ gumbel and hnet, in how tokens are made and handed back.
 
 To add a rule, write a class like Random and add its name to SYSTEMS.
 """
-import hashlib
 import math
 import re
-from dataclasses import fields
-from pathlib import Path
 
 import tiktoken
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from configurator import UserError
-from model import Block, Head, Model, ModelConfig, Policy, RMSNorm, UNet, token_layout
+from configurator import UserError, load_checkpoint
+from model import RMSNorm, UNet, token_layout
 
 TEMPERATURE = 0.5  # of gumbel's relaxed Bernoulli
 RATIO_WEIGHT = 0.03  # of hnet's ratio loss
-
-
-def loss_of_system(logp, boundary_loss):
-    """The total loss of a system without a policy, and its terms for the log; see train.losses."""
-    L_auto = -logp.mean()
-    return L_auto + boundary_loss, {"auto": L_auto, "boundary": boundary_loss}
 
 
 class System(UNet):
@@ -51,10 +42,16 @@ class System(UNet):
         """
         return torch.zeros((), device=l.device)
 
+    def losses(self, logp, l, a):
+        """The total loss, and its terms for the log, like train.losses."""
+        L_auto = -logp.mean()
+        boundary = self.boundary_loss(l, a)
+        return L_auto + boundary, {"auto": L_auto, "boundary": boundary}
+
     def forward(self, x, y, u):
-        """Like Model.forward, but with the system's own loss in place of early_logp."""
-        Z, l, a = self.outputs(x, u[: len(x)])
-        return self.head(Z, y), self.boundary_loss(l, a), l, a
+        """Like Model.forward, without an early exit: logp, None, l, a."""
+        Z, l, a = self.outputs(x, u)
+        return self.head(Z, y), None, l, a
 
 
 class Fixed(System):
@@ -62,6 +59,11 @@ class Fixed(System):
 
     def rule(self, x, u):
         """Bytes x and uniforms u (B, N) -> a (B, N) bool; a[:, 0] is overwritten."""
+
+    def extra(self, u):
+        """Random boundaries (B, N) bool, which die out as the target falls to its final value."""
+        final = self.hp.downsample_rate_target
+        return u < (self.target - final) / (1 - final)
 
     def outputs(self, x, u):
         a = self.rule(x, u)
@@ -72,15 +74,15 @@ class Fixed(System):
 
 class Uniform(Fixed):
     def rule(self, x, u):
-        N = self.config.seq_len
-        M = round(N * self.config.downsample_rate_target)
+        N = self.hp.seq_len
+        M = round(N * self.target.item())
         i = torch.arange(x.size(1), device=x.device)
         return (i * M % N < M).repeat(len(x), 1)
 
 
 class Random(Fixed):
     def rule(self, x, u):
-        return u < self.config.downsample_rate_target
+        return u < self.target
 
 
 class Whitespace(Fixed):
@@ -90,7 +92,7 @@ class Whitespace(Fixed):
         word = (x >= 128) & (x < 192)
         for first, last in (b"09", b"AZ", b"az"):
             word = word | (x >= first) & (x <= last)
-        return ~word & word.roll(1, 1)
+        return ~word & word.roll(1, 1) | self.extra(u)
 
 
 class EveryByte(Fixed):
@@ -106,8 +108,8 @@ class BPE(Fixed):
     per byte are not a code length. In generated text they depend on the bytes so far.
     """
 
-    def __init__(self, config):
-        super().__init__(config)
+    def __init__(self, hp):
+        super().__init__(hp)
         try:
             self.tokenizer = tiktoken.get_encoding("o200k_base")
         except Exception as error:  # requests' errors, or a broken cache
@@ -120,7 +122,7 @@ class BPE(Fixed):
         for row, marks in zip(x[:, 1:].tolist(), a):
             lengths = torch.tensor(self.token_lengths(bytes(row)), dtype=torch.int64)
             marks[1 + lengths.cumsum(0)] = True
-        return a[:, :-1].to(x.device)
+        return a[:, :-1].to(x.device) | self.extra(u)
 
     def token_lengths(self, row):
         """The bytes in each token. A byte that is not UTF-8, as in a cut character, is a token."""
@@ -138,23 +140,15 @@ class BPE(Fixed):
 class Taught(Fixed):
     """Trains on a frozen model's boundaries, to see what the positions alone are worth."""
 
-    def __init__(self, config):
-        super().__init__(config)
-        teacher, _ = load_checkpoint(config.system)
+    def __init__(self, hp):
+        super().__init__(hp)
+        teacher, _ = load_checkpoint(hp.system)
         self.teacher = (teacher,)  # in a tuple, so that its weights are not this model's
-        self.teacher_sha256 = hashlib.sha256(Path(config.system).read_bytes()).hexdigest()
-
-    def get_extra_state(self):  # part of state_dict
-        return self.teacher_sha256
-
-    def set_extra_state(self, sha256):
-        if sha256 != self.teacher_sha256:
-            raise UserError(f"{self.config.system} has changed since this run began")
 
     @torch.no_grad()
     def rule(self, x, u):
         _, _, _, a = self.teacher[0].to(x.device)(x, x, u)
-        return a
+        return a | self.extra(u)
 
 
 def mean_pool(X, a, M):
@@ -179,19 +173,20 @@ class Gumbel(System):
     A learned null token replaces <bos>'s token. In training a has the relaxed draw's gradient.
     """
 
-    def __init__(self, config):
-        super().__init__(config)
-        D, target = config.embedding_dim, config.downsample_rate_target
+    def __init__(self, hp):
+        super().__init__(hp)
+        D = hp.embedding_dim
         self.boundary_norm = RMSNorm(D)
         self.boundary_mlp = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, 1))
         nn.init.zeros_(self.boundary_mlp[2].weight)  # p starts at the target, as the policy's does
-        nn.init.constant_(self.boundary_mlp[2].bias, math.log(target / (1 - target)))
+        nn.init.zeros_(self.boundary_mlp[2].bias)
         self.null = nn.Parameter(torch.randn(D))
 
     def outputs(self, x, u):
         X = self.encode(x)
         with torch.autocast(X.device.type, enabled=False):
             l = self.boundary_mlp(self.boundary_norm(X).float())[..., 0]  # (B, N)
+            l = l + torch.logit(self.target)
         soft = torch.sigmoid((l - torch.logit(u, eps=1e-6)) / TEMPERATURE)
         hard = soft > 0.5
         hard[:, 0] = True
@@ -209,8 +204,7 @@ class Gumbel(System):
         """The prior: -log Binomial(N - 1, target) at the number of boundaries, divided by N."""
         N = a.size(1)
         boundaries = a[:, 1:].float().sum(1)
-        target = torch.full_like(boundaries, self.config.downsample_rate_target)
-        prior = torch.distributions.Binomial(N - 1, target, validate_args=False)
+        prior = torch.distributions.Binomial(N - 1, self.target, validate_args=False)
         return -prior.log_prob(boundaries).mean() / N
 
 
@@ -229,9 +223,9 @@ def smooth(y, P):
 class HNet(System):
     """Dynamic chunking: a boundary where the projections of neighbouring bytes point apart."""
 
-    def __init__(self, config):
-        super().__init__(config)
-        D = config.embedding_dim
+    def __init__(self, hp):
+        super().__init__(hp)
+        D = hp.embedding_dim
         self.q = nn.Linear(D, D, bias=False)
         self.k = nn.Linear(D, D, bias=False)
         self.residual = nn.Linear(D, D, bias=False)
@@ -260,7 +254,7 @@ class HNet(System):
 
     def boundary_loss(self, l, a):
         """The ratio loss, n / (n - 1) ((n - 1) F G + (1 - F) (1 - G)), with n = 1 / target."""
-        n = 1 / self.config.downsample_rate_target
+        n = 1 / self.target
         fraction = a.float().mean()  # F
         mean_p = l.sigmoid().mean()  # G
         ratio = (n - 1) * fraction * mean_p + (1 - fraction) * (1 - mean_p)
@@ -268,89 +262,15 @@ class HNet(System):
 
 
 SYSTEMS = {
-    "learned": Model, "uniform": Uniform, "random": Random, "whitespace": Whitespace, "bpe": BPE,
+    "uniform": Uniform, "random": Random, "whitespace": Whitespace, "bpe": BPE,
     "none": EveryByte, "gumbel": Gumbel, "hnet": HNet}
 
 
-# ---- Making, compiling, saving and loading models of any system.
-def make_model(hyperparameters):
-    """A new model. Of the dictionary, only ModelConfig's keys are used. UserError: no such system.
-    """
-    names = [field.name for field in fields(ModelConfig)]
-    config = ModelConfig(**{name: hyperparameters[name] for name in names})
-    if config.system.endswith(".pt"):
-        return Taught(config)
-    if config.system not in SYSTEMS:
-        raise UserError(f"system={config.system!r} must be one of {', '.join(SYSTEMS)}, or a "
+def make_system(hp):
+    """A new model of a system other than learned. UserError: there is no such system."""
+    if hp.system.endswith(".pt"):
+        return Taught(hp)
+    if hp.system not in SYSTEMS:
+        raise UserError(f"system={hp.system!r} must be learned, {', '.join(SYSTEMS)}, or a "
                         "checkpoint's path, which ends in .pt")
-    return SYSTEMS[config.system](config)
-
-
-def check_compiler(device):
-    """Compiles a small function. UserError with the compiler's own words if that fails.
-
-    compile_model would not notice, since parts of a model are compiled when they first run.
-    """
-    try:
-        torch.compile(torch.tanh)(torch.ones(8, device=device))
-    except Exception as error:
-        message = str(error)
-        lines = [*re.findall(".*error: .*", message), *message.splitlines(), repr(error)]
-        raise UserError(f"torch.compile failed: {lines[0]}; use --compile=False") from error
-
-
-def compile_model(model, **options):
-    """Compiles the parts of the model in place. Layers of one kind share their compiled code."""
-    torch._dynamo.config.specialize_float = True  # soft-caps become constants in dynamic graphs
-    for part in model.modules():
-        if isinstance(part, (Block, Policy, Head)):
-            part.compile(dynamic=part in model.middle, **options)  # the number of tokens varies
-
-
-def save_checkpoint(path, saved):
-    """Writes a checkpoint. A crash or a full disk leaves the one before it as it was."""
-    part = path.with_suffix(".part")
-    try:
-        with open(part, "wb") as file:
-            torch.save(saved, file)
-        part.replace(path)
-    except (OSError, RuntimeError) as error:  # torch's own error hides the OSError
-        part.unlink(missing_ok=True)
-        raise UserError(
-            f"cannot write {path} (is the disk full?): {error.__context__ or error}") from error
-
-
-def read_checkpoint(path):
-    """What train.py saved, on the CPU. UserError if there is nothing, or nothing that fits."""
-    if not Path(path).exists():
-        raise UserError(f"there is no checkpoint {path}; train.py writes one")
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        missing = {field.name for field in fields(ModelConfig)} - saved["config"].keys()
-    except Exception as error:  # damaged bytes can raise nearly anything
-        raise UserError(f"cannot read the checkpoint {path}; is it damaged? {error}") from error
-    if missing:
-        raise UserError(f"{path} does not set {', '.join(sorted(missing))}; it was written by "
-                        "another version of train.py")
-    return saved
-
-
-def load_checkpoint(path):
-    """The saved model, in evaluation mode on the CPU, and the checkpoint. Raises UserError."""
-    saved = read_checkpoint(path)
-    model = make_model(saved["config"])
-    load_weights(model, saved, path)
-    return model.eval(), saved
-
-
-def load_weights(model, saved, path):
-    """Loads the weights that train.py saved. UserError if they are not this model's."""
-    for key in "seq_len", "num_heads":  # the weights would fit, but mean something else
-        old = saved["config"][key]
-        if getattr(model.config, key) != old:
-            raise UserError(f"{key} cannot change when a run resumes; it was {old}")
-    try:
-        model.load_state_dict(saved["model"])
-    except RuntimeError as error:
-        start = str(error)[:200]  # all of it names every parameter
-        raise UserError(f"{path} does not fit the model: {start}...") from error
+    return SYSTEMS[hp.system](hp)

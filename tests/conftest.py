@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--seq_len=32", "--embedding_dim=16", "--num_heads=2", "--attention_window=8",
@@ -35,15 +34,6 @@ def trained(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("trained")
     run("train.py", *TINY, f"--data={data}", f"--out_dir={out}", f"--training_bytes={12 * 4 * 32}")
     return out
-
-
-@pytest.fixture(autouse=True)
-def as_before():
-    """A test that trains leaves nothing behind."""
-    yield
-    torch.use_deterministic_algorithms(False)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def run(*command, code=0):

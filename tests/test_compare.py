@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+import model as model_file
 import train
-from configurator import UserError, read_command_line
+from configurator import UserError, load_checkpoint
 from conftest import TINY
 from experiments import bench, compare
-from experiments.measures import executed_flops, flops_per_byte, muon_flops, paper_flops_per_byte
-from experiments.optimizer import make_optimizer
-from experiments.systems import SYSTEMS, Fixed, load_checkpoint, make_model
-from model import BOS, token_layout
-from train import DEFAULTS
+from experiments.measures import flops_per_byte, muon_flops, paper_flops_per_byte, row_flops
+from experiments.systems import SYSTEMS, Fixed
+from model import BOS, make_model
+from train import Hyperparameters, make_optimizer
 
 
 def cells(path):
@@ -36,51 +36,65 @@ def train_here(flags, out_dir):
 
 
 @pytest.mark.parametrize("flags", [
-    "--redrawn=0.5", "--redrawn=0 --attention_window=64 --seq_len=300", "--system=none",
-    "--system=hnet", "--system=gumbel", "--system=uniform --seq_len=20 --attention_window=64"])
-def test_executed_flops_are_those_that_torch_counts(flags):
-    hp = DEFAULTS | read_command_line(["--embedding_dim=32", *flags.split()], DEFAULTS)
+    "", "--attention_window=64 --seq_len=300", "--system=none", "--system=hnet", "--system=gumbel",
+    "--system=uniform --seq_len=20 --attention_window=64"])
+def test_flops_are_those_that_torch_counts_except_for_fillers(flags, monkeypatch):
+    monkeypatch.setattr(model_file, "M_MULTIPLE", 1)
+    monkeypatch.setattr(model_file, "T_MULTIPLE", 1)
+    hp = compare.hyperparameters(["--embedding_dim=32", *flags.split()])
     model = make_model(hp).train()
-    y = torch.randint(256, (8, hp["seq_len"]))
+    y = torch.randint(256, (1, hp.seq_len))  # one row, so that none is shorter than another
     x = F.pad(y[:, :-1], (1, 0), value=BOS)
-    u = torch.rand(8 + round(8 * hp["redrawn"]), hp["seq_len"])
-    optimizer = make_optimizer(model, SimpleNamespace(**hp))
+    optimizer = make_optimizer(model, hp)
     for group in optimizer.param_groups:
         group["lr"] = 0.1
     with FlopCounterMode(display=False) as counter:
-        logp, early_logp, l, a = model(x, y, u)
+        logp, early_logp, l, a = model(x, y, torch.rand(1, hp.seq_len))
         early = 0 if early_logp is None else early_logp.sum()
         (logp.sum() + early + l.sum()).backward()
         model_flops = counter.get_total_flops()
         optimizer.step()
-    _, _, positions, slots = token_layout(a > 0.5)
-    flops = executed_flops(model, 8, len(slots), positions.size(1))
-    assert flops == pytest.approx(model_flops, rel=0.03 if len(a) > 8 else 0.01)
+    flops = row_flops(model, (a > 0.5).float().mean().item())
+    assert flops == pytest.approx(model_flops, rel=0.01)
     assert model_flops + muon_flops(optimizer) == counter.get_total_flops()
-    hp |= {"batch_size": 8, "effective_batch_size": 24}
-    per_byte = flops_per_byte(model, SimpleNamespace(**hp), len(slots), positions.size(1))
-    assert per_byte * 24 * hp["seq_len"] == pytest.approx(3 * flops + muon_flops(optimizer))
+    hp.effective_batch_size = 24
+    per_byte = flops_per_byte(model, (a > 0.5).float().mean().item())
+    assert per_byte * 24 * hp.seq_len == pytest.approx(24 * flops + muon_flops(optimizer))
 
 
+@pytest.mark.paper
 def test_the_paper_counts_six_flops_per_matrix_parameter():
     """With D = 8 a byte layer has 3 + 1 + 2 + 1 matrices of D x D, a token layer 3 + 1 + 8 + 4."""
-    layers = {"n_down_layers": 2, "n_mid_layers": 5, "n_up_layers": 3}
-    shape = DEFAULTS | layers | {"embedding_dim": 8, "num_heads": 1, "policy_window": 1}
-    learned = make_model(shape | {"redrawn": 0.25})
-    uniform = make_model(shape | {"redrawn": 0.25, "system": "uniform"})
+    shape = {"n_down_layers": 2, "n_mid_layers": 5, "n_up_layers": 3, "embedding_dim": 8,
+             "num_heads": 1, "policy_window": 1}
+    learned = make_model(Hyperparameters(**shape))
+    uniform = make_model(Hyperparameters(**shape, system="uniform"))
     before = 2 * 7 * 64
-    policy = 2 * 8
+    policy_and_early_head = 2 * 8 + 257 * 8
     from_middle = 0.3 * 5 * 16 * 64 + 3 * 7 * 64 + 257 * 8
     assert paper_flops_per_byte(uniform, 0.3) == pytest.approx(6 * (before + from_middle))
     assert paper_flops_per_byte(learned, 0.3) == pytest.approx(
-        6 * (before + policy + from_middle) + 2 * 0.25 * from_middle)
+        6 * (before + policy_and_early_head + from_middle))
+
+
+@pytest.mark.parametrize("system", ["learned", "whitespace", "none"])
+def test_a_run_of_equal_flops_reads_the_bytes_that_they_pay_for(
+        system, data, tmp_path, monkeypatch):
+    """The target falls for the first half of the run. The policy does not learn here."""
+    monkeypatch.setattr(compare, "RESULTS", tmp_path)
+    monkeypatch.setattr(compare, "train_to_end", train_here)
+    compare.main([*TINY, f"--data={data}", f"--systems={system}", "--flops=2.1e9",
+                  "--pruning_bytes=5000", "--policy_learning_rate=0", "--name=x"])
+    *_, last = read_jsonl(tmp_path / "x/evaluations.jsonl")
+    assert last["bytes"] > 8000
+    assert last["flops"] == pytest.approx(2.1e9, rel=0.03)
 
 
 def test_the_table_and_figure_show_means_and_costs(tmp_path, trained, monkeypatch):
     """In run i, byte m million costs m FLOPs, and ten times as many as the paper counts them."""
     figures = []
     monkeypatch.setattr(compare.plt, "close", figures.append)
-    monkeypatch.setattr(compare, "flops_per_byte", lambda model, hp, T, M: T - M)
+    monkeypatch.setattr(compare, "flops_per_byte", lambda model, rate: rate / 10)
     monkeypatch.setattr(compare, "paper_flops_per_byte", lambda model, rate: rate)
     _, saved = load_checkpoint(trained / "ckpt.pt")
     saved["config"]["training_bytes"] = 4e6
@@ -88,17 +102,17 @@ def test_the_table_and_figure_show_means_and_costs(tmp_path, trained, monkeypatc
         folder = tmp_path / f"runs/{system}-{seed}"
         folder.mkdir(parents=True)
         saved["config"] |= {"system": system, "seed": seed}
-        saved["model"] = make_model(saved["config"]).state_dict()
+        saved["model"] = make_model(SimpleNamespace(**saved["config"])).state_dict()
         torch.save(saved, folder / "ckpt.pt")
         records = []
         for m in range(5):
             speed = 1e9 if m == 1 else 1e4
             if m > 0:
-                records.append({"bytes": m * 1e6, "auto": 1.0, "rate": 10 * m, "T": m + 8, "M": 8,
+                records.append({"bytes": m * 1e6, "auto": 1.0, "rate": 10 * m,
                                 "bytes_per_second": speed})
             if m in (0, 2, 4):
                 records.append({"bytes": m * 1e6, "val_bpb": 3 - m / 4 + i,
-                                "val_rate": (1 + i) / 5, "ends_between": i / 4, "line": []})
+                                "val_rate": (1 + i) / 5, "ends_outside": i / 4, "line": []})
         lines = [json.dumps(record) + "\n" for record in records]
         (folder / "log.jsonl").write_text("".join(lines))
 
@@ -210,7 +224,7 @@ def test_every_system_trains_in_every_shape_and_a_table_and_a_figure_show_the_si
     ("--shape='", "argument --shape: invalid split value"),
     ("--seed=5", "--seed=5 is set for each run; use --systems, --first_seed"),
     ("--shape=--system=none", "--system=none is set for each run"),
-    ("--systems=no", "unknown system 'no'; choose from learned, uniform")])
+    ("--systems=no", "system='no' must be learned or one of uniform")])
 def test_mistakes_in_a_comparison_are_explained(flag, message):
     with pytest.raises(UserError, match=message):
         compare.main(["--name=x", "--systems=none", *TINY, flag])

@@ -10,7 +10,7 @@ import torch
 import train
 from configurator import UserError
 from experiments import evaluate
-from experiments.systems import make_model
+from model import make_model
 from model import BOS
 
 ROWS = {
@@ -64,9 +64,9 @@ def byte_by_byte(model, item, context, answer):
 @pytest.mark.parametrize("system", ["learned", "uniform"])
 def test_scores_are_those_of_reading_byte_by_byte(system, context, read, answer):
     torch.manual_seed(0)
-    model = make_model(train.DEFAULTS | {
-        "seq_len": 16, "embedding_dim": 16, "n_mid_layers": 1, "policy_window": 2,
-        "policy_scale": 1.0, "system": system}).eval()
+    model = make_model(train.Hyperparameters(
+        seq_len=16, embedding_dim=16, n_mid_layers=1, policy_window=2, policy_scale=1.0,
+        system=system)).eval()
     torch.nn.init.normal_(model.head.linear.weight)
     if system == "learned":
         torch.nn.init.normal_(model.policy.linear.weight)

@@ -12,7 +12,7 @@ import torch
 
 from configurator import UserError
 from experiments import figures, machine_code, page
-from experiments.systems import load_checkpoint
+from configurator import load_checkpoint
 from sample import scored
 
 TEXT = 'a <b>é</b>\n\t"€"\n\n</script><!-- 😀 &amp; the end'

@@ -23,7 +23,7 @@ class Doubled(torch.nn.Module):
         self.mlp = torch.nn.Sequential(
             torch.nn.Linear(32, 8), torch.nn.GELU(), torch.nn.Linear(8, 16))
 
-    def forward(self, X):
+    def forward(self, X, target):
         return self.mlp(X)
 
 
@@ -118,7 +118,7 @@ def test_the_flags_reach_generation_and_the_last_line_sums_up(
     assert asked == [(prompt, 7, 0.3, 9, torch.rand(()).item()) for _ in range(2)]
     out = capsys.readouterr().out
     assert out.startswith("a│aaa│aa\n---")
-    assert "\n12 bytes, 4 tokens, 3.00 bytes per token, 3.000 bits per byte, " in out
+    assert "\n12 bytes, 6 tokens, 2.00 bytes per token, " in out  # the last one ends unmarked
     (tmp_path / "prompt").write_bytes(b"a\xff")
     sample.main([f"--start=FILE:{tmp_path}/prompt", f"--out_dir={trained}"])
     assert asked[-1][0] == [[BOS, 97, 255]]
