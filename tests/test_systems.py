@@ -111,6 +111,25 @@ def test_uniform_is_evenly_spaced_and_random_keeps_the_rate():
     assert random.float().mean() == pytest.approx(0.3, abs=0.03)
 
 
+def test_the_rate_follows_the_target_and_a_rules_extra_tokens_die_out(toy_bpe, tmp_path):
+    teacher = small("whitespace")
+    torch.save({"model": teacher.state_dict(), "config": vars(teacher.hp)}, tmp_path / "w.pt")
+    (x, _), u = some_bytes(64, 40), torch.rand(64, 40, generator=torch.Generator().manual_seed(0))
+    for name in "uniform", "random", "whitespace", "bpe", f"{tmp_path}/w.pt":
+        model = small(name)  # its final target is 0.3
+        final = model.outputs(x, u)[2]
+        for target in 0.8, 0.5, 0.3:
+            model.target.fill_(target)
+            a = model.outputs(x, u)[2]
+            if name in ("uniform", "random"):
+                assert a.float().mean() == pytest.approx(target, abs=0.03)
+            else:  # all of its own tokens, and of the other bytes a part that falls to 0
+                assert a[final].all()
+                assert a[~final].float().mean() == pytest.approx((target - 0.3) / 0.7, abs=0.1)
+        assert torch.equal(a, final)
+    assert small("none").outputs(x, u)[2].all()
+
+
 def test_whitespace_marks_the_first_byte_after_a_word():
     text = "Hello, wörld 42\n\n  x=1".encode()  # ö's first byte is no letter to SpaceByte
     ends = [text.index(z) for z in (b", ", "ö".encode(), b" 42", b"\n", b"=")]

@@ -246,10 +246,19 @@ def error_of_moments(one, other):
 
 
 def test_a_training_step_does_not_depend_on_the_number_of_processes(data, tmp_path):
-    """Processes change in the middle. Dropout is left out, because each process draws its own."""
+    """Processes change in the middle. Dropout is left out, because each process draws its own.
+
+    Some matrices are frozen.
+    """
     program = tmp_path / "program.py"
     program.write_text("import configurator, torch, train\n"
                        "torch.nn.functional.dropout = lambda x, *_, **__: x\n"
+                       "make_model = train.make_model\n"
+                       "def frozen(hp):\n"
+                       "    model = make_model(hp)\n"
+                       "    model.down[0].mlp.requires_grad_(False)\n"
+                       "    return model\n"
+                       "train.make_model = frozen\n"
                        "configurator.run(train.main)\n")
     flags = [*TINY, f"--data={data}", "--training_bytes=1024", "--effective_batch_size=8",
              "--lambda_pi=1", "--lambda_target=10",
@@ -439,6 +448,88 @@ def test_a_log_line_shows_the_loss_in_bits_and_the_speed_since_the_last_line(
 
 
 # ---- Stopping, resuming, and what is refused.
+def test_a_run_begins_with_anothers_weights_and_hyperparameters_and_its_own_schedule(
+        data, trained, tmp_path, capsys):
+    """It also resumes, and what is not a flag comes from the other run, as gamma does here."""
+    source = tmp_path / "source"
+    train.main([*TINY, f"--data={data}", f"--out_dir={source}", "--gamma=0.5",
+                f"--training_bytes={3 * STEP}"])
+    capsys.readouterr()
+    flags = [f"--out_dir={tmp_path}/out", "--seed=5", "--eval_interval=1"]
+    train.main([f"--init_from={source}/ckpt.pt", *flags, f"--training_bytes={2 * STEP}"])
+    assert "seed was 1337 and is now 5\n" in capsys.readouterr().out
+    first, *_, last = log_of(tmp_path / "out")
+    assert first["val_bpb"] == log_of(source)[-1]["val_bpb"]
+    assert (first["step"], last["step"]) == (0, 2)
+    train.main(["--resume=True", *flags, f"--training_bytes={4 * STEP}"])
+    saved = torch.load(tmp_path / "out/ckpt.pt")
+    assert (saved["step"], saved["config"]["gamma"]) == (4, 0.5)
+    assert "cannot change" in refused(f"--init_from={source}/ckpt.pt", "--seq_len=16",
+                                      f"--out_dir={tmp_path}/other")
+
+
+def test_a_part_that_is_frozen_or_unused_stays_as_it_is_and_the_rest_learns(
+        data, tmp_path, monkeypatch):
+    """A layer of the middle is left out of every other step."""
+    make_model, run_blocks = train.make_model, UNet.run
+
+    def frozen(hp):
+        model = make_model(hp)
+        model.down.requires_grad_(False)
+        model.unused = torch.nn.Linear(3, 3)
+        return model
+
+    def sometimes(model, blocks, *arguments, **options):
+        if blocks is model.middle and model.training and next(calls) % 2:
+            blocks = blocks[:1]
+        return run_blocks(model, blocks, *arguments, **options)
+
+    calls = itertools.count()
+    monkeypatch.setattr(train, "make_model", frozen)
+    monkeypatch.setattr(UNet, "run", sometimes)
+    flags = [*TINY, f"--data={data}", f"--out_dir={tmp_path}", "--n_mid_layers=2"]
+    train.main([*flags, f"--training_bytes={2 * STEP}"])
+    before = torch.load(tmp_path / "ckpt.pt")["model"]
+    train.main([*flags, f"--training_bytes={4 * STEP}", "--resume=True"])
+    after = torch.load(tmp_path / "ckpt.pt")["model"]
+    for name in before:
+        still = name.startswith(("down.", "unused.")) or name == "target"
+        assert torch.equal(before[name], after[name]) == still, name
+
+
+def test_main_leaves_a_program_as_it_was_and_runs_in_a_thread(data, tmp_path, monkeypatch):
+    """Twice in the same folder, which is removed in between."""
+    def settings():
+        return (torch.are_deterministic_algorithms_enabled(), signal.getsignal(signal.SIGINT),
+                torch.get_float32_matmul_precision(),
+                torch.utils.deterministic.fill_uninitialized_memory)
+
+    before, failures = settings(), []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    flags = [*TINY, f"--data={data}", f"--out_dir={tmp_path}/out", "--training_bytes=1"]
+    for _ in range(2):
+        train.main(flags)
+        assert settings() == before
+        shutil.rmtree(tmp_path / "out")
+    thread = threading.Thread(target=train.main, args=[flags])
+    thread.start()
+    thread.join()
+    assert not failures
+    assert (tmp_path / "out/ckpt.pt").exists()
+
+
+def test_without_experiments_it_trains_resumes_samples_and_scores(data, tmp_path):
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    out = f"--out_dir={tmp_path}/out"
+    for command in (
+            ["train.py", *TINY, f"--data={data}", out, f"--training_bytes={STEP}"],
+            ["train.py", "--resume=True", out, f"--training_bytes={2 * STEP}"],
+            ["sample.py", out, "--max_new_bytes=5"],
+            ["sample.py", out, "--text=the quick"]):
+        subprocess.run([sys.executable, *command], cwd=tmp_path, check=True)
+
+
 @pytest.mark.parametrize("function, call, step", [("losses", 6, 6), ("make_optimizer", 1, 0)])
 def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(
         function, call, step, data, tmp_path, monkeypatch, capsys):
