@@ -1,5 +1,4 @@
-"""What the programs share: mistakes, hyperparameters, devices, checkpoints, and text with boundaries.
-"""
+"""What the programs share: mistakes, the command line, devices, checkpoints, text with boundaries."""
 import argparse
 import inspect
 import os
@@ -14,6 +13,9 @@ import torch
 
 from model import make_model
 
+NANOGPT = {  # its names of some of our hyperparameters
+    "block_size": "seq_len", "n_embd": "embedding_dim", "n_head": "num_heads",
+    "n_layer": "n_mid_layers", "max_iters": "training_bytes", "warmup_iters": "warmup_bytes"}
 PALETTE = 33, 75, 110, 145, 186, 220, 226  # of a terminal's 256 colours, from blue to yellow
 # Unicode's pictures of control characters; a newline stays
 CONTROLS = {code: 0x2400 + code for code in range(32) if code != 10} | {127: "␡"}
@@ -120,7 +122,8 @@ def read_command_line(argv, kind):
     known = {field.name: field for field in fields(kind)}
     for key in given:
         if key not in known:
-            similar = get_close_matches(key, known) or ["--help"]
+            similar = [NANOGPT[key]] if key in NANOGPT else get_close_matches(key, known)
+            similar = similar or ["--help"]
             raise UserError(f"unknown name '{key}'; try {' or '.join(similar)}")
     return {key: parse(known[key], value) for key, value in given.items()}
 

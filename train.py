@@ -109,7 +109,7 @@ policy_softcap > 0
 0 <= gamma <= 1
 lambda_early > 0 or system != 'learned'  # trains the baseline of eq. 15
 batch_size * processes > 1 or system != 'learned'  # eq. 17 compares rows
-effective_batch_size % (batch_size * processes) == 0
+effective_batch_size % (batch_size * processes) == 0  # for two processes, halve --batch_size
 grad_clip > 0
 log_interval > 0
 eval_interval > 0

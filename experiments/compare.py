@@ -184,7 +184,8 @@ def read_run(out_dir):
         if "val_bpb" in record and record["bytes"]:
             del record["line"]  # the printed text
             new_keys = {
-                "system": model.hp.system, "seed": model.hp.seed, "flops": flops, "paper_flops": paper_flops,
+                "system": model.hp.system, "seed": model.hp.seed, "flops": flops,
+                "paper_flops": paper_flops,
                 "seconds": record["bytes"] / speed, "training_bytes": model.hp.training_bytes,
                 "parameters": parameters}
             evaluations.append(new_keys | record)
@@ -241,7 +242,8 @@ def write_results(results):
     evaluations = [e for seeds in runs.values() for run in seeds for e in run]
     write_jsonl(results / "evaluations.jsonl", evaluations)
     head = ["system", "finished", "bits per byte", "each seed", "rate",
-            "tokens ending on a space or punctuation", "parameters", "MB", "training FLOPs", "minutes"]
+            "tokens ending on a space or punctuation", "parameters", "MB", "training FLOPs",
+            "minutes"]
     rows = [table_row(label, seeds) for label, seeds in runs.items()]
     write_table(results / "table.md", head, rows)
     if evaluations:

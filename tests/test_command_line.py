@@ -96,6 +96,7 @@ def test_the_rows_of_a_training_step_must_divide_over_all_processes(monkeypatch,
 
 @pytest.mark.parametrize("arguments, message", [
     ("--learning_rte=1", "unknown name 'learning_rte'; try learning_rate"),
+    ("--block_size=512", "unknown name 'block_size'; try seq_len"),
     ("--resume", "--resume has no value; write --resume=value"),
     ("--gamma=", "gamma cannot be '' (type float, "),
     ("--out_dir=", "out_dir cannot be '' (type str, default 'out')"),
@@ -136,9 +137,23 @@ def test_a_mistake_is_explained(arguments, message, data, error_of):
 
 
 def test_a_notebooks_output_will_do():
-    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as end:
-        configurator.run(lambda argv: print("done"))
-    assert out.getvalue() == "done\n" and end.value.code == 0
+    class Plain:
+        """A stdout that only has what print needs."""
+
+        def __init__(self):
+            self.text = ""
+
+        def write(self, text):
+            self.text += text
+
+        def flush(self):
+            pass
+
+    for out in Plain(), io.StringIO():
+        with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as end:
+            configurator.run(lambda argv: print(*configurator.marked([(97, True, 0.5)])))
+        assert (out.text if isinstance(out, Plain) else out.getvalue()) == "a│\n"
+        assert end.value.code == 0
 
 
 @pytest.mark.parametrize("device, bfloat16_gpu, bfloat16_cpu, expected", [
