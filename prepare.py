@@ -51,7 +51,6 @@ PRESETS = {
     "fineweb": {"hf_path": "HuggingFaceFW/fineweb", "hf_name": "sample-10BT"},
     "codeparrot": {"hf_path": "codeparrot/codeparrot-clean", "text_column": "content"}}
 SKIPPED = re.compile(r"(^|/)\.|(__pycache__|(site|dist)-packages)(/|$)|\.pyc$")
-# .gz, .bz2, .xz, .zst, .zip, PDF, UTF-16
 NO_TEXT = re.compile(rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|PK\x03\x04|%PDF|\xff\xfe|\xfe\xff")
 OURS = "train_00000.bin", "val_00000.bin", "ckpt.pt"
 
@@ -123,7 +122,7 @@ def read_files(options, state):
 def read_hf(options, state):
     """Yields what read_files yields, of a Hugging Face dataset."""
     import datasets  # here because it takes seconds
-    path, split, column = (options[name] for name in ("hf_path", "split", "text_column"))
+    path, split, column = options["hf_path"], options["split"], options["text_column"]
     kind = not os.path.isdir(path) and re.search(r"\.(json|csv|parquet|arrow)[^/]*$", path)
     try:
         builder = datasets.load_dataset_builder(
@@ -163,13 +162,14 @@ def read_hf(options, state):
 
 @contextmanager
 def locked(folder):
-    """Locks a folder, and removes it at the end if it is empty. UserError: another run has it."""
+    """Makes and locks a folder. UserError: another run has it. A new one that stays empty goes."""
+    new = not os.path.exists(folder)
     try:
         with FileLock(f"{folder}/.lock", timeout=0):
             try:
                 yield
             finally:
-                if os.path.isdir(folder) and os.listdir(folder) == [".lock"]:
+                if new and os.listdir(folder) == [".lock"]:
                     Path(folder, ".lock").unlink()
                     Path(folder).rmdir()
     except Timeout:
@@ -242,7 +242,7 @@ def prepare(out_dir, options):
             if total // shard_bytes > (total - size) // shard_bytes:
                 write_json(progress, state)
 
-    counts = ", ".join(f"{number} {what}" for what, number in state["counts"].items() if number)
+    counts = ", ".join(f"{n} {what}" for what, n in state["counts"].items() if n)
     if not train["bytes"]:  # a first row goes to val
         (out_dir / "val_00000.bin").unlink(missing_ok=True)
         raise UserError(f"fewer than two rows of --seq_len={seq_len} bytes ({counts}); give more "
@@ -295,6 +295,6 @@ if __name__ == "__main__":
         run(main)
     except SystemExit as end:
         say(end="")  # what --help printed
-        if not hasattr(sys, "ps1"):  # a notebook has it, and goes on
-            os._exit(end.code)  # because pyarrow's threads can abort or block a normal exit
-        raise
+        if hasattr(sys, "ps1"):  # in a notebook, which goes on
+            raise
+        os._exit(end.code)  # because pyarrow's threads can abort or block a normal exit

@@ -654,7 +654,7 @@ def test_after_a_network_error_the_same_command_continues(failure, tmp_path, mon
 def test_an_error_of_the_operating_system_does_not_blame_the_data(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "0123456789"}\n' * 2)
     done = subprocess.run(
-        [sys.executable, ROOT / "prepare.py", *hf(tmp_path / "a.jsonl", tmp_path / "new/out")],
+        [sys.executable, ROOT / "prepare.py", *hf(tmp_path / "a.jsonl", tmp_path / "new")],
         capture_output=True, text=True, env={**os.environ, "HF_HOME": "/dev/null/home"})
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
@@ -703,9 +703,9 @@ def test_a_folder_belongs_to_one_process_until_that_ends(tmp_path):
     assert "another process is writing to" in error_of(f"--out_dir={tmp_path}")
     first.kill()
     first.communicate()
-    with prepare.locked(tmp_path):
+    with prepare.locked(tmp_path / "new"):
         pass
-    assert not tmp_path.exists()  # nothing was written
+    assert not (tmp_path / "new").exists()  # nothing was written
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -732,7 +732,7 @@ def test_a_mistake_is_one_line_and_does_not_block_the_folder(arguments, message,
     make_files(tmp_path / "in", [300] * 3)
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     arguments = arguments.format(tmp=tmp_path, files=f"--dataset=files --input={tmp_path}/in")
-    out = f"--out_dir={tmp_path}/new/out"
+    out = f"--out_dir={tmp_path}/new"
     assert message.replace("{tmp}", str(tmp_path)) in error_of(*arguments.split(), out)
     assert not (tmp_path / "new").exists()
     prepare.main(small(tmp_path))
