@@ -19,8 +19,8 @@ import time
 
 import torch
 
-import train
 from configurator import argument_parser, device_and_dtype, run, say
+import train
 from experiments.compare import hyperparameters, table
 from experiments.measures import flops_per_byte
 from model import make_model

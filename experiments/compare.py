@@ -28,9 +28,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import matplotlib.pyplot as plt
-from cycler import cycler
-
 from configurator import (
     UserError, argument_parser, check, load_checkpoint, read_checkpoint, read_command_line, run,
     say)
@@ -42,12 +39,6 @@ from train import RULES, Hyperparameters, micro_batches, target_rate
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
-
-# a figure's lines differ in colour, marker and dashes
-plt.rcParams["axes.prop_cycle"] = cycler(
-    color=plt.get_cmap("tab10").colors, marker=[*"os^DvPX*<>"], linestyle=["-", "--"] * 5)
-plt.rcParams["svg.hashsalt"] = "tokens"  # the same runs give the same svg, byte for byte
-os.environ.setdefault("SOURCE_DATE_EPOCH", "0")
 
 
 def table(head, rows):
@@ -66,15 +57,6 @@ def write_table(path, head, rows):
 def write_jsonl(path, records):
     lines = [json.dumps(record) + "\n" for record in records]
     path.write_text("".join(lines), encoding="utf-8")
-
-
-def save_figure(axes, path):
-    """Adds a legend and a grid, and writes the figure."""
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.2)
-    axes.figure.savefig(path)
-    plt.close(axes.figure)
-    say(f"wrote {path}")
 
 
 # ---- Training.
@@ -222,14 +204,25 @@ def table_row(label, runs):
 
 
 def draw(lines, xlabel, path):
-    """A figure of bits per byte, from {label: lines}. A line is a list of points (x, bits)."""
-    _, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for label, style in zip(lines, plt.rcParams["axes.prop_cycle"]()):
+    """Writes an SVG of bits per byte, from {label: lines}. A line is a list of points (x, bits)."""
+    os.environ.pop("MPLBACKEND", None)  # a notebook's may not exist here, and none is needed
+    import matplotlib  # here because other programs import this module and draw nothing
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for n, label in enumerate(lines):
+        style = {"color": f"C{n}", "marker": "os^DvPX*<>"[n % 10], "linestyle": ("-", "--")[n % 2]}
         for i, points in enumerate(lines[label]):
             axes.plot(*zip(*points), **style, label=None if i else label, markersize=4)
     axes.set(xscale="log", xlabel=xlabel, ylabel="validation bits per byte")
     axes.tick_params("x", which="minor", labelsize=6)
-    save_figure(axes, path)
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.2)
+    # the same runs give the same svg, byte for byte
+    with matplotlib.rc_context({"svg.hashsalt": "tokens"}):
+        figure.savefig(path, metadata={"Date": None})
+    say(f"wrote {path}")
 
 
 def write_results(results):

@@ -2,17 +2,23 @@
 import html
 import json
 import math
+import os
 import re
+import runpy
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
 
-from configurator import UserError
+from configurator import UserError, load_checkpoint
+from conftest import ROOT
 from experiments import figures, machine_code, page
-from configurator import load_checkpoint
 from sample import scored
 
 TEXT = 'a <b>é</b>\n\t"€"\n\n</script><!-- 😀 &amp; the end'
@@ -56,15 +62,19 @@ def test_texts_and_names_are_no_markup_and_the_page_needs_no_other_file():
     assert not any(word in made for word in ("http", "src=", "url(", "@import"))
 
 
-def test_text_is_legible_on_every_colour():
+def test_text_is_legible_on_every_colour_and_larger_p_is_brighter():
     def luminance(colour):  # WCAG 2.2
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
                   for c in (b / 255 for b in bytes.fromhex(colour[1:]))]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
+    last = 0
     for percent in range(101):
-        low, high = sorted(map(luminance, page.cell_colours(percent / 100)))
+        background, text = map(luminance, page.cell_colours(percent / 100))
+        low, high = sorted((background, text))
         assert (high + 0.05) / (low + 0.05) >= 4.5
+        assert background > last
+        last = background
 
 
 def test_tokens_are_counted():
@@ -104,6 +114,44 @@ def test_mistakes_are_explained(script, arguments, message, trained, tmp_path):
     with pytest.raises((UserError, OSError), match=message):
         script.main([argument.format(tmp=tmp_path, trained=trained) for argument in arguments])
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+PROGRAMS = [path for path in sorted((ROOT / "experiments").glob("*.py"))
+            if "run(main)" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_a_program_that_is_run_as_a_file_says_how_to_run_it(program, monkeypatch, capsys):
+    """The path and the modules are those that Python begins with."""
+    path = [folder for folder in sys.path if folder not in ("", str(ROOT))]
+    monkeypatch.setattr(sys, "path", [str(program.parent), *path])
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    ours = {"experiments", *(path.stem for path in ROOT.glob("*.py"))}
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in ours:
+            monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(program), run_name="__main__")
+    assert end.value.code == 2
+    assert capsys.readouterr() == ("", f"use python -m experiments.{program.stem}\n")
+
+
+def test_only_compare_draws_with_matplotlib_which_needs_no_backend_of_a_notebook(tmp_path):
+    """The same points also give the same file."""
+    program = f"""
+import sys
+from pathlib import Path
+from experiments import {", ".join(path.stem for path in PROGRAMS)}
+assert "matplotlib" not in sys.modules
+for name in "ab":
+    compare.draw({{"x": [[(1, 2), (30, 4)]]}}, "FLOPs", Path(sys.argv[1], name + ".svg"))
+"""
+    backend = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    subprocess.run([sys.executable, "-c", program, tmp_path], cwd=ROOT, check=True,
+                   env=os.environ | backend)
+    root = ElementTree.parse(tmp_path / "a.svg").getroot()
+    assert root.tag.endswith("svg")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
 MEGABYTES = 0, 0.4, 0.9, 2, 5
