@@ -1,9 +1,9 @@
 """
 Draws what runs of compare.py or other checkpoints learned, or how a single run learned.
 
-    python -m experiments.figures --name=try             the runs of experiments/results/try
+    python -m experiments.figures --name=try     the runs of experiments/results/try
     python -m experiments.figures --name=rates out-2/ckpt.pt out-4/ckpt.pt
-    python -m experiments.figures --watch=out/log.jsonl  a run of train.py, finished or not
+    python -m experiments.figures --watch=out    a run of train.py, finished or not, or its log
 
 The first two write these files into experiments/results/NAME/:
     boundaries.html, boundaries.svg  boundaries in the first validation row (Figures 2, 5-12)
@@ -138,10 +138,12 @@ def main(argv=None):
     add = parser.add_argument
     add("checkpoints", nargs="*", help="instead of the runs in the folder")
     add("--name", default="try", help="folder of results (%(default)s)")
-    add("--watch", metavar="LOG", help="show how this run learned instead")
+    add("--watch", metavar="RUN", help="show how this run learned instead")
     options = parser.parse_args(argv)
     if options.watch:
         log = Path(options.watch).expanduser()
+        if log.is_dir():
+            log = log / "log.jsonl"
         records = [record for record in read_log(log) if "line" in record]
         if not records:
             raise UserError(f"{log} holds no evaluations; use the log.jsonl of a run")

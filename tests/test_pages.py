@@ -95,23 +95,32 @@ def test_a_page_shows_a_text_or_generates_one_and_is_small(trained, tmp_path, ca
     assert cells(made) == cells(page.as_html({"": list(scored(model, text.encode()))}))
     assert len(made.encode()) < 40 * len(text) + 20_000
 
-    page.main([f"--out_dir={trained}", "--start=def m", f"--html={tmp_path}/b.html"])
-    [shown] = cells((tmp_path / "b.html").read_text())
-    assert "".join(text for *_, text in shown[:5]) == "def m" and len(shown) > 300
-    assert capsys.readouterr().out == f"wrote {tmp_path}/a.html\nwrote {tmp_path}/b.html\n"
+    page.main([f"--out_dir={trained}", f"--text={text}", f"--html={tmp_path}/b.html"])
+    assert cells((tmp_path / "b.html").read_text()) == cells(made)
+
+    (tmp_path / "start").write_text("def m")
+    for start in "def m", f"FILE:{tmp_path}/start":
+        page.main([f"--out_dir={trained}", f"--start={start}", f"--html={tmp_path}/c.html"])
+        [shown] = cells((tmp_path / "c.html").read_text())
+        assert "".join(text for *_, text in shown[:5]) == "def m" and len(shown) > 300
+    assert capsys.readouterr().out.splitlines() == [
+        f"wrote {tmp_path}/{name}.html" for name in "abcc"]
 
 
 @pytest.mark.parametrize("script, arguments, message", [
     (page, ["--out_dir={trained}", "--score={tmp}/none", "--html={tmp}/b"], "No such file"),
     (page, ["--out_dir={tmp}", "--start=a", "--html={tmp}/b"], "no checkpoint"),
-    (page, ["--out_dir={trained}", "--html={tmp}/b"], "--score --start is required"),
+    (page, ["--out_dir={trained}", "--start=FILE:{tmp}/none", "--html={tmp}/b"], "No such file"),
+    (page, ["--out_dir={trained}", "--html={tmp}/b"], "--score --text --start is required"),
+    (page, ["--text=a", "--start=a", "--html={tmp}/b"], "--start: not allowed with .* --text"),
     (figures, ["--watch={tmp}/none"], "No such file"),
+    (figures, ["--watch={tmp}"], "No such file or directory: '{tmp}/log.jsonl'"),
     (figures, ["--watch={tmp}/a"], "holds no evaluations"),
     (figures, ["--watch={trained}/ckpt.pt"], "ckpt.pt is not a log"),
     (figures, ["--name=none/such"], "there are no runs")])
 def test_mistakes_are_explained(script, arguments, message, trained, tmp_path):
     (tmp_path / "a").write_text('{"step": 20}\n{"step": 2')
-    with pytest.raises((UserError, OSError), match=message):
+    with pytest.raises((UserError, OSError), match=message.format(tmp=tmp_path)):
         script.main([argument.format(tmp=tmp_path, trained=trained) for argument in arguments])
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -172,7 +181,7 @@ def watched(tmp_path):
     out.mkdir()
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (out / "log.jsonl").write_text(lines + '{"step": 6, "line": [')  # train.py is writing
-    figures.main([f"--watch={out}/log.jsonl"])
+    figures.main([f"--watch={out}"])
     return out
 
 
@@ -193,6 +202,14 @@ def test_a_watched_run_opens_at_the_last_of_its_evaluations(watched):
     for (x, y), m in zip(points, MEGABYTES, strict=True):
         fraction = math.log(8.4 * (1 + m) / 8) / math.log(8.4 / (0.95 * 8 / 6))
         assert (float(x), float(y)) == pytest.approx((440 * m / 5, 150 * fraction), abs=0.1)
+
+
+def test_a_runs_log_will_do_instead_of_its_folder(watched):
+    made = [(watched / name).read_text() for name in ("watch.html", "watch.svg")]
+    (watched / "watch.html").unlink()
+    (watched / "watch.svg").unlink()
+    figures.main([f"--watch={watched}/log.jsonl"])
+    assert [(watched / name).read_text() for name in ("watch.html", "watch.svg")] == made
 
 
 def test_the_picture_shows_evaluations_near_0_half_and_1_megabytes_and_the_last(watched):
