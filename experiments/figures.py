@@ -43,37 +43,47 @@ PICTURE_STYLE = """
 text { font: 15px monospace; text-anchor: middle }
 .end { fill: #e00; stroke: #fff; stroke-width: .5 }
 .words { font: 14px sans-serif; text-anchor: start; fill: #222 }
-@media (prefers-color-scheme: dark) { .words { fill: #ddd } }
+"""
+
+
+def svg(width, height, body):
+    """An SVG file. It has its own white background, because it may be opened on a dark page."""
+    size = f'viewBox="0 0 {width} {height}" width="{width}"'
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" {size}>
+<style>{PICTURE_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>
+{body}</svg>
+"""
+
+
+def svg_cell(x, y, text, a, p, width=10):
+    """A character of a picture, coloured by p, with a red bar where a token ends."""
+    background, colour = cell_colours(p)
+    text = html.escape(text).replace("\n", "⏎")
+    made = (f'<path fill="{background}" d="M{x} {y}h{width}v19h-{width}"/>'
+            f'<text x="{x + width / 2:g}" y="{y + 14}" fill="{colour}">{text}</text>')
+    if a:
+        made += f'<path class="end" d="M{x + width - 2} {y}h2v19h-2z"/>'
+    return made
+
+
+LEGEND = f"""<path fill="{cell_colours(1)[0]}" d="M0 4h10v19h-10"/>
+<text class="words" x="15" y="19">a boundary is likely</text>
+<path fill="{cell_colours(0)[0]}" d="M190 4h10v19h-10"/>
+<text class="words" x="205" y="19">unlikely</text>
+<path class="end" d="M300 4h2v19h-2z"/><text class="words" x="308" y="19">a token ends</text>
 """
 
 
 def picture(texts, columns):
     """An SVG of texts, {heading: [(character, a, p)]}, with a legend."""
-    blue, _ = cell_colours(0.0)
-    yellow, _ = cell_colours(1.0)
-    svg = f"""<path fill="{yellow}" d="M0 4h10v19h-10"/>
-<text class="words" x="15" y="19">a boundary after the character is likely</text>
-<path fill="{blue}" d="M285 4h10v19h-10"/><text class="words" x="300" y="19">unlikely</text>
-<path class="end" d="M375 4h2v19h-2z"/><text class="words" x="382" y="19">a token ends</text>
-"""
+    body = LEGEND
     top = 34
     for heading, text in texts.items():
-        svg += f'<text class="words" y="{top + 15}">{html.escape(heading)}</text>\n'
-        for i, (character, a, p) in enumerate(text):
-            x = 10 * (i % columns)
-            y = top + 22 + 20 * (i // columns)
-            background, colour = cell_colours(p)
-            character = html.escape(character).replace("\n", "⏎")
-            svg += (f'<path fill="{background}" d="M{x} {y}h10v19h-10"/>'
-                    f'<text x="{x + 5}" y="{y + 14}" fill="{colour}">{character}</text>')
-            if a:
-                svg += f'<path class="end" d="M{x + 8} {y}h2v19h-2z"/>'
+        body += f'<text class="words" y="{top + 15}">{html.escape(heading)}</text>\n'
+        for i, cell in enumerate(text):
+            body += svg_cell(10 * (i % columns), top + 22 + 20 * (i // columns), *cell)
         top += 20 * math.ceil(len(text) / columns) + 32
-    size = f'viewBox="0 0 {10 * columns} {top - 8}" width="{10 * columns}"'
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" {size}>
-<style>{PICTURE_STYLE}</style>
-{svg}</svg>
-"""
+    return svg(10 * columns, top - 8, body)
 
 
 # ---- How a run learned, from its evaluations.

@@ -218,7 +218,7 @@ def test_the_picture_shows_evaluations_near_0_half_and_1_megabytes_and_the_last(
     fills = [e.get("fill") for e in elements if e.tag.endswith("path") and e.get("fill")]
     words = [e.text for e in elements if e.get("class") == "words"]
     shown = [e.text for e in elements if e.tag.endswith("text") and e.get("class") is None]
-    assert words[:2] == ["a boundary after the character is likely", "unlikely"]
+    assert words[:2] == ["a boundary is likely", "unlikely"]
     assert fills[:2] == [yellow, blue]
     assert [text.split(" MB")[0] for text in words[3:]] == ["0.00", "0.40", "0.90", "5.00"]
     expected = [cell for k in (1, 2, 3, 5) for cell in expected_evaluation(k)]
@@ -226,6 +226,23 @@ def test_the_picture_shows_evaluations_near_0_half_and_1_megabytes_and_the_last(
     assert fills[2:] == [yellow if p == 100 else blue for _, p, _, _ in expected]
     ends = sum(e.get("class") == "end" for e in elements)
     assert ends == 1 + sum(tag == "b" for tag, *_ in expected)
+
+
+def test_a_picture_has_a_background_and_room_for_its_legend_in_a_wide_font(watched):
+    root = ElementTree.parse(watched / "watch.svg").getroot()
+    style, background, *_ = root
+    assert [background.get(key) for key in ("width", "height", "fill")] == ["100%", "100%", "#fff"]
+    assert "prefers-color-scheme" not in style.text
+    font = FontProperties(family="DejaVu Sans")  # matplotlib has it
+    end = 0
+    for element in root:
+        sign = re.fullmatch(r"M(\d+) 4h.*", element.get("d", ""))
+        if sign:
+            assert int(sign[1]) >= end
+        elif element.get("class") == "words" and element.get("y") == "19":
+            box = TextPath((int(element.get("x")), 0), element.text, size=14, prop=font)
+            end = box.get_extents().x1 + 5
+    assert 0 < end <= 500
 
 
 def test_runs_are_drawn_on_the_first_validation_row(trained, data, tmp_path, monkeypatch):
