@@ -280,20 +280,3 @@ def test_tokens_in_machine_code_are_counted_on_the_first_bytes_of_instructions(
     texts = [e.text for e in elements if e.tag.endswith("text")]
     assert texts == ["c3", "ret", "eb", "00", "jmp    0x6"]
     assert [e.get("d") for e in elements if e.get("class") == "end"] == ["M20 0h2v19h-2z"]
-
-
-def test_tokens_in_letters_are_counted_on_the_first_letters_of_words(
-        tmp_path, monkeypatch, capsys):
-    """The model reads itsadog. Two of three tokens end on a first letter, of four words."""
-    (tmp_path / "x.txt").write_bytes("It's—a dog".encode())
-    read = []
-
-    def scored(model, letters):
-        read.append(bytes(letters))
-        return [(byte, place in (0, 1, 2), 0.5, 1.0) for place, byte in enumerate(letters)]
-
-    monkeypatch.setattr(machine_code, "load_checkpoint", lambda path: (None, None))
-    monkeypatch.setattr(machine_code, "scored", scored)
-    machine_code.main(["out/ckpt.pt", f"{tmp_path}/x.txt", "--words"])
-    assert read == [b"itsadog"]
-    assert "| out/ckpt.pt | 1.443 | 0.43 | 67% | 50% | 0.57 |" in capsys.readouterr().out
