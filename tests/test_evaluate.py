@@ -2,16 +2,19 @@ import contextlib
 import json
 import math
 import re
+import shutil
+from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 
 import train
-from configurator import UserError
-from experiments import evaluate
-from model import make_model
-from model import BOS
+from configurator import UserError, read_checkpoint
+from experiments import evaluate, worth
+from model import BOS, make_model
+from test_model import small_model, some_bytes, uniforms_for
 
 ROWS = {
     "piqa": {"goal": "Boil an egg", "sol1": "Freeze it.", "sol2": "Use hot water.", "label": 1},
@@ -125,3 +128,86 @@ def test_mistakes_are_explained(arguments, message, trained, tmp_path, monkeypat
     names = {"tmp": tmp_path, "trained": trained / "ckpt.pt"}
     with pytest.raises(UserError, match=re.escape(message.format(**names))):
         evaluate.main([argument.format(**names) for argument in arguments])
+
+
+# ---- What a boundary is worth.
+@torch.no_grad()
+def test_a_flip_gains_what_whole_passes_with_and_without_the_boundary_differ_by():
+    model = small_model().eval()
+    x, y = some_bytes(6, 64)
+    u = torch.rand(x.shape, generator=torch.Generator().manual_seed(2))
+    i = torch.tensor([14, 1, 21, 42, 57, 63])
+    _, _, l, a = model(x, y, u)
+    assert {*a[range(6), i].tolist()} == {False, True}
+    expected = []
+    for row, k in enumerate(i):
+        logp = []
+        for boundary in True, False:
+            b = a[row : row + 1].clone()
+            b[0, k] = boundary
+            result, _, _, drawn = model(x[row : row + 1], y[row : row + 1], uniforms_for(b))
+            assert torch.equal(drawn, b)
+            logp.append(result[0])
+        gain = (logp[0] - logp[1]).tolist()
+        expected.append([a[row, k].float(), l[row, k].sigmoid(), sum(gain[k : k + 4]),
+                         sum(gain[k : k + 33]), sum(gain)])
+    expected = torch.tensor(expected)
+    assert expected[:, 2:].abs().max() > 1
+    torch.testing.assert_close(worth.flip(model, x, y, u, i), expected, atol=1e-3, rtol=1e-4)
+
+
+def test_contexts_are_sorted_by_worth_and_rare_ones_are_left_out():
+    flips = {
+        (10, False): [[1, 0.5, 1, 1 + sign, 2 + 3 * sign] for sign in (1, -1) * 6],
+        (97, True): [[0, 0.25, 0, 2, -3]] * 12,
+        (98, True): [[0, 0.25, 0, 9, 9]] * 11}
+    lines = worth.table_of_contexts(flips).splitlines()[2:]
+    assert [line.strip("| ").split(" | ") for line in lines] == [  # 11^-1/2 = 0.302
+        ["'a'", "yes", "12", "0.25", "+0.000", "+2.000", "0.000", "-3.000", "0.000"],
+        [r"'\n'", "no", "12", "0.50", "+1.000", "+1.000", "0.302", "+2.000", "0.905"]]
+
+
+def test_bars_are_as_high_as_gains_and_have_the_colour_of_p():
+    svg = worth.bars([(97, True, 0.0, 2.0), (0xC3, False, 0.5, 7.0), (0xA9, False, 1.0, -1.0)])
+    elements = [*ElementTree.fromstring(svg)]
+    bars = [(e.get("fill"), e.get("d")) for e in elements if e.get("stroke")]
+    assert bars == [("#00224e", "M1 140.0v-80.0h8v80.0z"), ("#fee838", "M11 140.0v40.0h8v-40.0z")]
+    assert [e.text for e in elements if e.get("y") == "204"] == ["a", "é"]
+    assert "-1.00 to +2.00 nats" in svg
+
+
+def test_worth_is_shown_by_a_byte_and_the_one_before_it(
+        trained, data, tmp_path, monkeypatch, capsys):
+    """The gain over 33 bytes is 1 after letters and digits, and that over 4 bytes the byte's."""
+    def flip(model, x, y, u, i):
+        rows = range(len(x))
+        after = [float(bytes([z]).isalnum()) if z < 256 else 0.0 for z in x[rows, i - 1].tolist()]
+        columns = torch.ones(len(x)), u[rows, i], x[rows, i], torch.tensor(after), i
+        return torch.stack(columns, 1)
+
+    monkeypatch.setattr(worth, "flip", flip)
+    checkpoint = shutil.copy(trained / "ckpt.pt", tmp_path)
+    worth.main([checkpoint, "--flips=640"])
+    lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:-2]]
+    shown = {(eval(byte), after) for byte, after, *_ in lines}
+    assert {("o", "yes"), (" ", "yes"), ("\n", "yes"), ("q", "no"), ("t", "no")} <= shown
+    for byte, after, count, p, near, middle, *_ in lines:
+        assert float(near) == ord(eval(byte))
+        assert float(middle) == (after == "yes")
+    assert 300 < sum(int(line[2]) for line in lines) <= 640
+    elements = [*ElementTree.parse(tmp_path / "worth.svg").getroot()]
+    text = "".join(e.text for e in elements if e.get("y") == "204").replace("⏎", "\n")
+    bars = [e.get("d") for e in elements if e.get("stroke")]
+    assert len(text) == len(bars) == 16  # half a row
+    assert text.encode() in (data / "val_00000.bin").read_bytes()
+    for before, bar in zip(text, bars[1:]):
+        assert ("v-120.0" in bar) == before.isalnum()
+
+
+def test_only_a_policy_has_decisions_to_flip(trained, tmp_path):
+    saved = read_checkpoint(trained / "ckpt.pt")
+    saved["config"]["system"] = "uniform"
+    saved["model"] = make_model(SimpleNamespace(**saved["config"])).state_dict()
+    torch.save(saved, tmp_path / "ckpt.pt")
+    with pytest.raises(UserError, match="ckpt.pt is of system=uniform; give a learned one"):
+        worth.main([f"{tmp_path}/ckpt.pt"])

@@ -1,0 +1,130 @@
+"""
+What a boundary is worth: flips decisions of a trained model, all else equal, and sums what its
+log-likelihood gains, in nats, by having the boundary.
+
+    python -m experiments.worth out/ckpt.pt
+
+Prints a table by context: a byte, and whether a letter or digit stands before it. A line has the
+number of decisions flipped after that byte, the policy's mean p, and the mean gain over the next 4
+bytes, the next 33 and the rest of the row, with standard errors. A good policy is sure where a
+boundary is worth most. Also writes worth.svg beside the checkpoint: the gains over 33 bytes in the
+middle of a validation row, as bars above the characters.
+"""
+import string
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from configurator import (
+    UserError, argument_parser, characters, device_and_dtype, load_checkpoint, run, say)
+from experiments.compare import table
+from experiments.figures import LEGEND, svg, svg_cell
+from experiments.page import cell_colours, write
+from prepare import open_shards
+from train import micro_batches
+
+ROWS = 32  # in a forward pass; one decision of each is flipped
+
+
+@torch.no_grad()
+def flip(model, x, y, u, i):
+    """Flips the decision at i of each row, while all others stay as they are drawn.
+
+    Bytes x, next bytes y, uniforms u (B, N), positions i (B,), not 0. Returns (B, 5): the decision
+    as drawn, the policy's p, and what log p(y) gains by a boundary at i, in nats, over the next 4
+    bytes, the next 33 and the rest of the row.
+    """
+    _, _, l, a = model(x, y, u)
+    X = model.encode(x)
+    rows = torch.arange(len(x), device=x.device)
+    drawn = a[rows, i]
+    a[rows, i] = True
+    gain = model.head(model.after_encoder(X, a), y)
+    a[rows, i] = False
+    gain -= model.head(model.after_encoder(X, a), y)  # 0 before i
+    distance = torch.arange(x.size(1), device=x.device) - i[:, None]
+    sums = [(gain * (distance < reach)).sum(1) for reach in (4, 33, x.size(1))]
+    return torch.stack((drawn, l[rows, i].sigmoid(), *sums), dim=1)
+
+
+def table_of_contexts(flips):
+    """A Markdown table of {(byte, whether a letter or digit stands before it): what flip returned}.
+
+    Contexts with fewer than 12 flips are left out, because their means say little.
+    """
+    lines = []
+    for (byte, after_word), values in flips.items():
+        if len(values) < 12:
+            continue
+        _, p, near, middle, rest = np.mean(values, 0)
+        *_, middle_error, rest_error = np.std(values, 0, ddof=1) / len(values) ** 0.5
+        lines.append((middle, [
+            repr(bytes([byte]))[1:], "yes" if after_word else "no", f"{len(values)}", f"{p:.2f}",
+            f"{near:+.3f}", f"{middle:+.3f}", f"{middle_error:.3f}", f"{rest:+.3f}",
+            f"{rest_error:.3f}"]))
+    head = ["byte", "after a letter or digit", "flips", "p", "4 bytes", "33 bytes", "+-",
+            "rest of the row", "+-"]
+    return table(head, [line for _, line in sorted(lines, reverse=True)])
+
+
+def bars(decisions):
+    """An SVG of [(byte, a, p, gain)]: gains as bars above the characters, coloured by p.
+
+    A character of several bytes shows the gain at its last one.
+    """
+    shown = list(characters(decisions))
+    gains = [gain for *_, gain in characters((byte, a, gain) for byte, a, _, gain in decisions)]
+    lowest, highest = min(gains + [0]), max(gains + [0])
+    scale = 120 / (highest - lowest)  # pixels per nat
+    zero = 60 + scale * highest
+    body = LEGEND + f"""<text class="words" y="45">what a boundary gains over the next 33 bytes:
+{lowest:+.2f} to {highest:+.2f} nats</text>
+"""
+    for k, ((text, a, p), gain) in enumerate(zip(shown, gains)):
+        colour, _ = cell_colours(p)
+        height = scale * gain
+        body += (f'<path fill="{colour}" stroke="#222" stroke-width=".5" '
+                 f'd="M{10 * k + 1} {zero:.1f}v{-height:.1f}h8v{height:.1f}z"/>')
+        body += svg_cell(10 * k, 190, text, a, p)
+    return svg(10 * len(shown), 215, body)
+
+
+def main(argv=None):
+    parser = argument_parser(__doc__)
+    parser.add_argument("checkpoint", help="ckpt.pt of train.py")
+    parser.add_argument("--flips", type=int, default=4096, help="for the table (%(default)s)")
+    options = parser.parse_args(argv)
+    model, _ = load_checkpoint(options.checkpoint)
+    if model.hp.system != "learned":
+        raise UserError(f"{options.checkpoint} is of system={model.hp.system}; give a learned one")
+    device, _ = device_and_dtype("auto", "float32")
+    model.to(device)
+    hp = SimpleNamespace(
+        **vars(model.hp) | {"seed": 0, "batch_size": ROWS, "effective_batch_size": ROWS})
+    shards = open_shards(hp.data, "val", hp.seq_len)
+    torch.manual_seed(0)
+    flips = defaultdict(list)
+    for first_row in tqdm(range(0, options.flips, ROWS), disable=None):
+        [(x, y, u)] = micro_batches(shards, first_row, hp, 0, 1, device)
+        i = torch.randint(1, hp.seq_len, (ROWS,)).to(device)
+        for row, k, values in zip(x.tolist(), i.tolist(), flip(model, x, y, u, i).tolist()):
+            after_word = chr(row[k - 1]) in string.ascii_letters + string.digits
+            flips[row[k], after_word].append(values)
+    say(table_of_contexts(flips))
+
+    i = torch.arange(hp.seq_len // 2, hp.seq_len, device=device)[:100]
+    parts = []
+    for part in i.split(ROWS):  # copies of the last row, a flip in each
+        copies = [z[-1:].expand(len(part), -1) for z in (x, y, u)]
+        parts.append(flip(model, *copies, part))
+    decisions = [(byte, bool(a), p, gain) for byte, (a, p, _, gain, _)
+                 in zip(x[-1, i].tolist(), torch.cat(parts).tolist())]
+    write(Path(options.checkpoint).with_name("worth.svg"), bars(decisions))
+
+
+if __name__ == "__main__":
+    run(main)
