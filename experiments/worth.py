@@ -27,7 +27,7 @@ from experiments.page import cell_colours, write
 from prepare import open_shards
 from train import micro_batches
 
-ROWS = 32  # in a forward pass; one decision of each is flipped
+ROWS = 64  # in a forward pass; one decision of each is flipped
 
 
 @torch.no_grad()
@@ -38,14 +38,12 @@ def flip(model, x, y, u, i):
     as drawn, the policy's p, and what log p(y) gains by a boundary at i, in nats, over the next 4
     bytes, the next 33 and the rest of the row.
     """
-    _, _, l, a = model(x, y, u)
-    X = model.encode(x)
+    logp, _, l, a = model(x, y, u)
     rows = torch.arange(len(x), device=x.device)
     drawn = a[rows, i]
-    a[rows, i] = True
-    gain = model.head(model.after_encoder(X, a), y)
-    a[rows, i] = False
-    gain -= model.head(model.after_encoder(X, a), y)  # 0 before i
+    a[rows, i] = ~drawn
+    flipped = model.head(model.after_encoder(model.encode(x), a), y)
+    gain = torch.where(drawn[:, None], logp - flipped, flipped - logp)  # 0 before i
     distance = torch.arange(x.size(1), device=x.device) - i[:, None]
     sums = [(gain * (distance < reach)).sum(1) for reach in (4, 33, x.size(1))]
     return torch.stack((drawn, l[rows, i].sigmoid(), *sums), dim=1)
@@ -96,7 +94,7 @@ def bars(decisions):
 def main(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("checkpoint", help="ckpt.pt of train.py")
-    parser.add_argument("--flips", type=int, default=4096, help="for the table (%(default)s)")
+    parser.add_argument("--flips", type=int, default=2048, help="for the table (%(default)s)")
     options = parser.parse_args(argv)
     model, _ = load_checkpoint(options.checkpoint)
     if model.hp.system != "learned":
@@ -116,13 +114,10 @@ def main(argv=None):
             flips[row[k], after_word].append(values)
     say(table_of_contexts(flips))
 
-    i = torch.arange(hp.seq_len // 2, hp.seq_len, device=device)[:100]
-    parts = []
-    for part in i.split(ROWS):  # copies of the last row, a flip in each
-        copies = [z[-1:].expand(len(part), -1) for z in (x, y, u)]
-        parts.append(flip(model, *copies, part))
-    decisions = [(byte, bool(a), p, gain) for byte, (a, p, _, gain, _)
-                 in zip(x[-1, i].tolist(), torch.cat(parts).tolist())]
+    i = torch.arange(hp.seq_len // 2, hp.seq_len, device=device)[:ROWS]
+    copies = [z[-1:].expand(len(i), -1) for z in (x, y, u)]  # of the last row, with a flip in each
+    drawn, p, _, gain, _ = flip(model, *copies, i).T.tolist()
+    decisions = list(zip(x[-1, i].tolist(), map(bool, drawn), p, gain))
     write(Path(options.checkpoint).with_name("worth.svg"), bars(decisions))
 
 
