@@ -147,6 +147,13 @@ def generate_without_cache(model, x, max_new_bytes, temperature, top_k):
         x = torch.cat((x, byte[:, None]), dim=1)
 
 
+def prompt(start):
+    """The text to continue, bytes or FILE:PATH, as a row x (1, N) for generate."""
+    if start.startswith(b"FILE:"):
+        start = Path(os.fsdecode(start[5:])).expanduser().read_bytes()
+    return torch.tensor([[BOS, *start]])
+
+
 # ---- Boundaries of a text.
 @torch.no_grad()
 def scored(model, text, deterministic=False):
@@ -210,12 +217,9 @@ def main(argv):
     elif "text" in chosen or "score" in chosen:
         raise UserError("the given text is empty")
     else:
-        start = options.start
-        if start.startswith(b"FILE:"):
-            start = Path(os.fsdecode(start[5:])).expanduser().read_bytes()
-        prompt = torch.tensor([[BOS, *start]], device=device)
+        x = prompt(options.start).to(device)
         streams = [
-            generate(model, prompt, options.max_new_bytes, options.temperature, options.top_k)
+            generate(model, x, options.max_new_bytes, options.temperature, options.top_k)
             for _ in range(options.num_samples)]
     started = time.perf_counter()
     n = ends = nats = 0

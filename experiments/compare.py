@@ -123,7 +123,8 @@ def train_all(planned, results):
     succeeded = []
     for flags, out_dir in planned:
         succeeded.append(train_to_end(flags, out_dir))
-        write_results(results)
+        if succeeded[-1]:
+            write_results(results)
     if not all(succeeded):
         sys.exit(1)
 

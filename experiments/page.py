@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 
 from configurator import argument_parser, characters, printable, run, say
-from model import BOS
-from sample import generate, load, scored
+from sample import generate, load, prompt, scored
 
 NEW_BYTES = 1000  # that --start generates
 BLUE = 0, 34, 78  # of p = 0
@@ -132,11 +131,8 @@ def main(argv=None):
     torch.manual_seed(0)
     if options.start is not None:
         heading = f"generated after {options.start}"
-        start = os.fsencode(options.start)
-        if options.start.startswith("FILE:"):
-            start = Path(options.start[5:]).expanduser().read_bytes()
-        prompt = torch.tensor([[BOS, *start]])
-        stream = generate(model, prompt, NEW_BYTES, temperature=0.8, top_k=50)
+        x = prompt(os.fsencode(options.start))
+        stream = generate(model, x, NEW_BYTES, temperature=0.8, top_k=50)
     elif options.text is not None:
         heading = "given text"
         stream = scored(model, os.fsencode(options.text))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as model_file
@@ -93,7 +94,7 @@ def test_a_run_of_equal_flops_reads_the_bytes_that_they_pay_for(
 def test_the_table_and_figure_show_means_and_costs(tmp_path, trained, monkeypatch):
     """In run i, byte m million costs m FLOPs, and ten times as many as the paper counts them."""
     figures = []
-    monkeypatch.setattr(compare.plt, "close", figures.append)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     monkeypatch.setattr(compare, "flops_per_byte", lambda model, rate: rate / 10)
     monkeypatch.setattr(compare, "paper_flops_per_byte", lambda model, rate: rate)
     _, saved = load_checkpoint(trained / "ckpt.pt")
@@ -187,7 +188,7 @@ def test_a_failed_run_does_not_end_a_comparison(data, tmp_path, monkeypatch, cap
 def test_every_system_trains_in_every_shape_and_a_table_and_a_figure_show_the_sizes(
         data, tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(compare.plt, "close", figures.append)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     monkeypatch.setattr(compare, "RESULTS", tmp_path)
     monkeypatch.setattr(compare, "train_to_end", train_here)
     compare.main([*TINY, f"--data={data}", "--systems=none,uniform", "--training_bytes=512",
