@@ -180,6 +180,11 @@ def test_what_only_the_early_exit_needs_is_not_asked_of_other_systems():
     check(vars(hp) | {"processes": 1}, train.RULES)
 
 
+def test_eight_processes_may_have_one_row_each():
+    hp = train.Hyperparameters(effective_batch_size=8, batch_size=1)
+    check(vars(hp) | {"processes": 8}, train.RULES)
+
+
 def test_a_program_prints_a_mistake_on_one_line_and_keeps_other_tracebacks(tmp_path):
     _, error = run("train.py", "--\x1b[31m=\n", f"--out_dir={tmp_path}", code=2)
     assert error == "train.py: unknown name '␛[31m'; try --help\n"

@@ -28,7 +28,7 @@ class Doubled(torch.nn.Module):
 
 
 @pytest.mark.parametrize("w, prompt, change", [
-    (3, 1, "none"), (0, 30, "none"), (4, 5, "policy"), (1, 11, "upsample")])
+    (3, 1, "none"), (0, 30, "none"), (4, 70, "policy"), (1, 11, "upsample")])
 def test_cached_generation_is_the_full_pass_whatever_the_policy_and_upsample(w, prompt, change):
     model = small_model(policy_window=w).eval()
     if change == "policy":

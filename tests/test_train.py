@@ -67,7 +67,7 @@ def test_training_steps_are_those_of_the_written_equations(quick, data, tmp_path
         f"--gamma={gamma}", f"--lambda_pi={lambda_pi}", "--downsample_rate_start=0.7",
         f"--pruning_bytes={4 * rows_per_step * N}",
         f"--lambda_target={lambda_target}", f"--lambda_early={lambda_early}",
-        f"--effective_batch_size={rows_per_step}", "--batch_size=4", f"--training_bytes={total}",
+        f"--effective_batch_size={rows_per_step}", "--batch_size=4", f"--training_bytes={total - 99}",
         f"--learning_rate={lr}", f"--warmup_bytes={warmup}", f"--muon_learning_rate={muon_lr}",
         f"--cosine={not quick}",
         f"--policy_learning_rate={policy_lr}", f"--weight_decay={decay}", f"--grad_clip={clip}"])
@@ -330,6 +330,40 @@ def test_it_trains_in_16_bits_as_in_32_and_float16_scales_its_loss(data, tmp_pat
     assert skipped["scaler"]["scale"] == 2.0**56
     for name, weights in saved["model"].items():
         assert torch.equal(weights, skipped["model"][name])
+
+
+def test_settings_that_are_automatic_are_those_of_the_machine(data, tmp_path, monkeypatch):
+    """As on a T4: float16, which needs a scaler, by itself."""
+    monkeypatch.setattr(train, "device_and_dtype", lambda *_: ("cpu", "float16"))
+    seen, evaluate = [], train.evaluate
+
+    def spy(model, shards, hp, autocast):
+        def hook(*_):
+            seen.append((torch.is_grad_enabled(), torch.get_autocast_dtype("cpu"),
+                         torch.is_autocast_enabled("cpu")))
+        with model.down[0].register_forward_hook(hook):
+            return evaluate(model, shards, hp, autocast)
+
+    monkeypatch.setattr(train, "evaluate", spy)
+    train.main([*TINY, "--dtype=auto", f"--data={data}", f"--out_dir={tmp_path}",
+                f"--training_bytes={STEP}"])
+    assert torch.load(tmp_path / "ckpt.pt")["scaler"]["scale"] > 1
+    assert {*seen} == {(False, torch.float16, True)}
+
+
+def test_layers_that_draw_do_so_anew_in_every_step_and_process(data, tmp_path, monkeypatch):
+    seeds, micro_batches = [], train.micro_batches
+
+    def spy(*arguments):
+        seeds.append(torch.initial_seed())
+        return micro_batches(*arguments)
+
+    monkeypatch.setattr(train, "micro_batches", spy)
+    for rank in 1, 2:
+        monkeypatch.setattr(train, "RANK", rank)  # no evaluations
+        train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}",
+                    f"--training_bytes={3 * STEP}"])
+    assert len({*seeds}) == len(seeds) == 6
 
 
 def test_a_float32_run_goes_on_in_float16_and_ends_if_no_scale_helps(
