@@ -48,6 +48,7 @@ class Hyperparameters:
     4. the learning rates fall linearly, not along a cosine
     5. the byte layers see 8 bytes, not 64
 
+    pruning_bytes, which is off here, is not in the paper either: see target_rate.
     What the paper leaves open: experiments/README.md.
     """
 
