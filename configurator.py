@@ -1,4 +1,4 @@
-"""What the programs share: mistakes, the command line, devices, checkpoints, text with boundaries."""
+"""What the programs share: mistakes, command line, device, checkpoints, text with boundaries."""
 import argparse
 import inspect
 import os

@@ -54,9 +54,9 @@ def rotate(x, cos, sin):
 
 
 def softcapped_attention(q, k, v, mask):
-    """Attention of q (..., Q, head_dim) over k and v (..., M, head_dim).
+    """Attention of q (..., Q, head_dim) over k and v (..., K, head_dim).
 
-    mask (..., Q, M) is True where q may attend.
+    mask (..., Q, K) is True where q may attend.
     """
     scores = (q @ k.mT).float() / math.sqrt(q.size(-1))
     scores = softcap(scores, 50.0)
@@ -110,17 +110,19 @@ class Attention(nn.Module):
         if self.window:
             return window_attention(q, k, v, self.window)
         M = q.size(2)
-        if torch.compiler.is_compiling():  # these lines change no result
-            torch._check(M % M_MULTIPLE == 0)  # now a GPU loads several scores at once
-            if M <= 1024:  # makes a second graph, for short rows: softmax keeps a row in registers
+        if torch.compiler.is_compiling():  # two hints to the compiler, which change no result
+            torch._check(M % M_MULTIPLE == 0)  # so a GPU may load several scores at once
+            if M <= 1024:  # short rows get a graph of their own, whose softmax stays in registers
                 torch._check(M <= 1024)  # the compiler does not infer this from the `if`
-        i = torch.arange(M, device=q.device)
-        return softcapped_attention(q, k, v, i <= i[:, None])
+        j = torch.arange(M, device=q.device)  # of the keys
+        i = j[:, None]  # of the queries
+        return softcapped_attention(q, k, v, j <= i)
 
     def forward(self, x, cos, sin, slots=None, cache=None):
-        """x is (B, N, D) for bytes, or (T, D) for tokens; slots are token_layout's.
+        """x is (B, N, D) for bytes, or (T, D) for tokens, with slots from token_layout.
 
-        cos and sin are (N, 1, head_dim / 2), or (B, M, 1, head_dim / 2). cache is sample.py's.
+        cos and sin are (N, 1, head_dim / 2), or (B, M, 1, head_dim / 2). Only sample.py passes a
+        cache.
         """
         qkv = self.qkv(x)
         if slots is not None:  # put the tokens into rows (B, M), with zeros in empty slots
@@ -182,7 +184,7 @@ class Policy(nn.Module):
         self.hp = hp
         self.norm = RMSNorm(hp.embedding_dim)  # our choice, as is the initialization
         self.linear = nn.Linear(hp.embedding_dim, 1 + hp.policy_window, bias=False)
-        nn.init.zeros_(self.linear.weight)  # p starts at the target, except for the soft-cap
+        nn.init.zeros_(self.linear.weight)  # p starts at the target, but for the soft-cap
 
     def forward(self, X, target):
         """X (B, N, D) and the target rate, a scalar -> l (B, N, 2^w), float32.
@@ -191,9 +193,9 @@ class Policy(nn.Module):
         """
         with torch.autocast(X.device.type, enabled=False):
             z = self.linear(self.norm(X).float())  # (W_0 X_i, ..., W_w X_i)
-        raw = z[..., :1]
+        raw = z[..., :1]  # eq. 21, for every history; so far, for the only one of length 0
         for j in range(1, 1 + self.hp.policy_window):
-            raw = torch.cat((raw, raw + z[..., j : j + 1]), dim=-1)  # a_{i-j} is 0 or 1, eq. 21
+            raw = torch.cat((raw, raw + z[..., j : j + 1]), dim=-1)  # a_{i-j} = 0, a_{i-j} = 1
         l = raw / self.hp.policy_scale + torch.logit(target)  # eq. 22
         if self.training:
             l = softcap(l, self.hp.policy_softcap)  # eq. 23
@@ -243,21 +245,21 @@ def token_layout(a):
 
         ends (T,)         the byte where each token ends, an index into the B * N bytes
         reads (B, N)      the token that each byte reads: the last one that ends at or before it
-        positions (B, M)  each token's position for RoPE: its last byte's in the row (our choice)
+        positions (B, M)  each token's position for RoPE: that of its last byte in the row
         slots (T,)        where each token lies among the B * M slots of positions
 
     For two rows of six bytes with five tokens, if M were 3 and T were 6:
 
-        a       1 0 0 1 0 1 | 1 0 1 0 0 0      ends       0  3  5 | 6  8 | 0
-        reads   0 0 0 1 1 2 | 3 3 4 4 4 4      positions  0  3  5 | 0  2  0
-                                               slots      0  1  2 | 3  4 | 5
+        a       1 0 1 0 0 0 | 1 0 0 1 0 1      ends       0  2 | 6  9 11 | 0
+        reads   0 0 1 1 1 1 | 2 2 2 3 3 4      positions  0  2  0 | 0  3  5
+                                               slots      0  1 | 3  4  5 | 2
 
     M is rounded up, and so is T, with copies of byte 0 of the batch. They take empty slots of any
     row, after the row's own tokens, where causal attention hides them, and no byte reads them.
     """
     flat = a.flatten()
-    ends = flat.nonzero()[:, 0]  # the CPU waits for the GPU, here and below
-    reads = flat.cumsum(0).view_as(a) - 1
+    ends = flat.nonzero()[:, 0]  # eq. 8; nonzero() and int() make the CPU wait for the GPU
+    reads = flat.cumsum(0).view_as(a) - 1  # the sum of eq. 9
     count = a.sum(1, keepdim=True)
     M = math.ceil(int(count.max()) / M_MULTIPLE) * M_MULTIPLE
     used = torch.arange(M, device=a.device) < count  # (B, M)
@@ -274,7 +276,10 @@ def token_layout(a):
 
 # ---- The model.
 class Head(nn.Module):
-    """Predicts the next byte from a vector per byte; eq. 6, 14. Norm and soft-cap are Gemma's."""
+    """Predicts the next byte from a vector per byte. Norm and soft-cap are Gemma's.
+
+    The early exit's head (eq. 14) has them as well, which is our choice.
+    """
 
     def __init__(self, dim):
         super().__init__()
@@ -316,7 +321,7 @@ class UNet(nn.Module):
         self.head = Head(D)  # after the loop, because it has its own initialization
 
     def run(self, blocks, x, positions, slots=None, caches=None):
-        """Applies blocks to bytes x (B, N, D) at positions (N,), or tokens (T, D) at (B, M).
+        """Applies blocks to byte vectors x (B, N, D) at positions (N,), or tokens (T, D) at (B, M).
 
         sample.py passes one position at a time, x (B, 1, D) at positions (1,), and a cache for
         each block.
@@ -349,9 +354,9 @@ class UNet(nn.Module):
     def after_encoder(self, X, a):
         """X (B, N, D) and boundaries a (B, N) bool -> what the head reads, (B, N, D); eq. 3-9."""
         ends, reads, positions, slots = token_layout(a)
-        selected = F.embedding(ends, X.flatten(0, 1))  # X' (T, D), eq. 3, eq. 7, eq. 8
+        selected = F.embedding(ends, X.flatten(0, 1))  # X' (T, D), eq. 3, eq. 7
         tokens = self.run(self.middle, selected, positions, slots)  # Y' (T, D), eq. 4
-        return self.decode(self.upsample(X, tokens, reads))
+        return self.decode(self.upsample(X, tokens, reads))  # eq. 5
 
 
 class Model(UNet):
@@ -370,12 +375,12 @@ class Model(UNet):
         """
         X = self.encode(x)  # eq. 1
         early_logp = self.early_head(X, y)  # eq. 14
-        table = self.policy(X, self.target)  # (B, N, 2^w): l for each history
-        p = table.detach().sigmoid()  # eq. 20
+        all_l = self.policy(X, self.target)  # (B, N, 2^w): l after each possible history
+        p = all_l.detach().sigmoid()  # eq. 20
         p[:, 0] = 1.0  # <bos> is a token, so that every byte has one to read from
         a, history = draw(p, u)  # eq. 2
-        l = table.gather(-1, history)[..., 0]
-        logp = self.head(self.after_encoder(X, a), y)
+        l = all_l.gather(-1, history)[..., 0]
+        logp = self.head(self.after_encoder(X, a), y)  # eq. 6
         return logp, early_logp, l, a
 
 

@@ -33,7 +33,7 @@ from configurator import (
     read_command_line, run, save_checkpoint, say)
 from model import BOS, Block, Head, Policy, make_model
 
-RANK = int(os.environ.get("RANK", 0))  # of this process, and how many there are; set by torchrun
+RANK = int(os.environ.get("RANK", 0))  # this process and the number of all; torchrun sets them
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -68,8 +68,8 @@ class Hyperparameters:
     attention_window: int = 8  # a byte layer sees this many bytes, including the current one
     # boundaries
     downsample_rate_target: float = 1 / 5  # tokens per byte
-    downsample_rate_start: float = 0.8  # the target falls linearly from here to its final value ...
-    pruning_bytes: int = 0  # ... while the run reads this many bytes; 0: it is constant
+    pruning_bytes: int = 0  # the target falls to that rate over this many bytes; 0: it is constant
+    downsample_rate_start: float = 0.8  # where it starts to fall; only used with pruning_bytes
     policy_window: int = 1  # w, eq. 21: each decision sees this many earlier decisions
     policy_scale: float = 16.0  # S; eq. 22 calls it D
     policy_softcap: float = 5.0  # eq. 23: keeps p between 0.7% and 99.3%, in training only
@@ -81,11 +81,11 @@ class Hyperparameters:
     # optimizer
     training_bytes: int = 4_000_000  # length of the run
     effective_batch_size: int = 16  # rows in a training step, over all processes and micro-batches
-    batch_size: int = 16  # rows in a micro-batch; eq. 17 and 24 average over all processes' ones
+    batch_size: int = 16  # rows in a micro-batch; eq. 17 and 24 average over it
     learning_rate: float = 3e-3  # peak, reached after the warm-up; falls to 0 at the end
-    cosine: bool = False  # True: learning rates fall along a cosine, as in the paper; or linearly
+    cosine: bool = False  # the learning rates fall along a cosine, as in the paper, or linearly
     muon_learning_rate: float = 6e-3  # peak for the blocks' matrices, by Muon; 0: all by AdamW
-    policy_learning_rate: float = 0.06  # peak for the policy's matrices, whose output is over S
+    policy_learning_rate: float = 0.06  # peak for the policy; large, since its output is over S
     warmup_bytes: int = 200_000  # linear warm-up
     weight_decay: float = 0.3  # of matrices, except the policy's
     grad_clip: float = 1.0  # maximum gradient norm
@@ -101,6 +101,8 @@ class Hyperparameters:
 
 
 RULES = """\
+seq_len > 0
+num_heads > 0
 embedding_dim % (2 * num_heads) == 0  # RoPE rotates pairs
 attention_window > 0
 0.5 / seq_len < downsample_rate_target < 1  # so that uniform has a token
@@ -110,7 +112,9 @@ policy_softcap > 0
 0 <= gamma <= 1
 lambda_early > 0 or system != 'learned'  # trains the baseline of eq. 15
 batch_size * processes > 1 or system != 'learned'  # eq. 17 compares rows
-effective_batch_size % (batch_size * processes) == 0  # for two processes, halve --batch_size
+batch_size > 0
+effective_batch_size > 0
+effective_batch_size % (batch_size * processes) == 0  # e.g. halve batch_size for two processes
 grad_clip > 0
 log_interval > 0
 eval_interval > 0
@@ -175,9 +179,9 @@ def discounted_return(R, gamma):
 def losses(logp, early_logp, l, a, target, hp):
     """The total loss, and its terms for the log: a dictionary of scalar tensors by name.
 
-    target is the rate that eq. 24 aims at. If gamma is 1, -grad L_auto estimates eq. 12, and -grad
-    L_pi eq. 13, times 1 - 1 / n, because the mean of eq. 17, over n rows, includes the row itself.
-    The gradient of eq. 10 is their sum, eq. 11; eq. 27 weights eq. 13 by lambda_pi.
+    target is the rate that eq. 24 aims at. The gradient of eq. 10 is the sum, eq. 11, of eq. 12 and
+    eq. 13. -grad L_auto estimates eq. 12. If gamma is 1, -grad L_pi estimates eq. 13 times
+    1 - 1 / n, because the mean over n rows in eq. 17 includes the row itself. All per byte.
     """
     L_auto = -logp.mean()  # eq. 25
     L_early = -early_logp.mean()  # eq. 26
@@ -187,7 +191,7 @@ def losses(logp, early_logp, l, a, target, hp):
     negative_log_pi = F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")
     L_pi = (negative_log_pi * A)[:, 1:].sum() / l.numel()  # eq. 18; position 0 is forced
     # mean l needs no mean over processes, since gradients are averaged. Position 0 counts here,
-    # with the policy's own l instead of the forced 1.
+    # with the policy's own p instead of the forced 1.
     mean_p = mean_over_processes(l.detach().sigmoid().mean())
     L_tgt = l.mean() * (mean_p - target)  # eq. 24
     L = L_auto + hp.lambda_early * L_early  # eq. 27, and the next line
@@ -223,19 +227,19 @@ def make_optimizer(model, hp):
     return MuonAdamW(groups, fused=True)  # torch's defaults are the paper's betas
 
 
-def orthogonalized(G):
-    """Brings the singular values of each matrix in G (n, rows, columns) near 1.
+def orthogonalized(matrices):
+    """Brings the singular values of each matrix in (n, rows, columns) near 1.
 
     It takes five Newton-Schulz iterations.
     """
-    if G.size(1) > G.size(2):
-        return orthogonalized(G.mT).mT  # so that X @ X.mT is the smaller product
-    X = F.normalize(G, dim=(1, 2), eps=1e-7)
+    if matrices.size(1) > matrices.size(2):
+        return orthogonalized(matrices.mT).mT  # so that the gram matrices are small
+    z = F.normalize(matrices, dim=(1, 2), eps=1e-7)
     for _ in range(5):
-        A = X @ X.mT
-        A = torch.baddbmm(A, A, A, beta=-4.775, alpha=2.0315)  # -4.775 A + 2.0315 A A
-        X = torch.baddbmm(X, A, X, beta=3.4445)  # 3.4445 X + A X
-    return X
+        gram = z @ z.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=-4.775, alpha=2.0315)
+        z = torch.baddbmm(z, gram, z, beta=3.4445)  # 3.4445 z + gram z
+    return z
 
 
 class MuonAdamW(torch.optim.AdamW):
@@ -264,12 +268,12 @@ class MuonAdamW(torch.optim.AdamW):
                 if not self.state[p]:
                     self.state[p]["momentum"] = torch.zeros_like(p)
                     self.state[p]["step"] = torch.zeros(())  # AdamW loads no state without it
-            G = torch.stack([p.grad for p in matrices])
+            grads = torch.stack([p.grad for p in matrices])
             momenta = [self.state[p]["momentum"] for p in matrices]
             # a GPU would take longer to start a kernel for each matrix than to run it
-            torch._foreach_lerp_(momenta, G.unbind(), 0.05)
-            G = G.lerp(torch.stack(momenta), 0.95)  # Nesterov momentum
-            update = orthogonalized(G).float()
+            torch._foreach_lerp_(momenta, grads.unbind(), 0.05)
+            nesterov = grads.lerp(torch.stack(momenta), 0.95)
+            update = orthogonalized(nesterov).float()
             size = 0.2 * max(rows, columns) ** 0.5
             torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_sub_(matrices, update.unbind(), alpha=group["lr"] * size)
@@ -288,7 +292,7 @@ def micro_batches(shards, first_row, hp, rank, world, device):
     """This process's micro-batches of the training step that starts at row first_row of the run.
 
     A list of (x, y, u), each (B, N): <bos> and all but the last byte of a row, the row, uniforms.
-    They do not depend on the number of processes or micro-batches.
+    The rows and uniforms of a step, over all processes together, do not depend on their number.
     """
     shard_rows = len(shards[0])  # in every shard but the last
     n = sum(map(len, shards))
@@ -411,9 +415,9 @@ def read_hyperparameters(argv):
         saved = read_checkpoint(checkpoint if hp.resume else hp.init_from)
         old = saved["config"]
         vars(hp).update(old | chosen | {"out_dir": hp.out_dir, "resume": hp.resume})
-        for key, value in chosen.items():
-            if RANK == 0 and value != old.get(key) and key not in ("out_dir", "resume", "init_from"):
-                say(f"{key} was {old.get(key)!r} and is now {value!r}")
+        for key in chosen.keys() - {"out_dir", "resume", "init_from"}:
+            if RANK == 0 and chosen[key] != old.get(key):
+                say(f"{key} was {old.get(key)!r} and is now {chosen[key]!r}")
     if checkpoint.exists() and not hp.resume:
         raise UserError(f"{checkpoint} exists; continue it with --resume=True, or use another "
                         "--out_dir")
@@ -494,8 +498,9 @@ def train(hp, saved):
         finished = bytes_seen >= end
         stopping = torch.tensor(float(len(stop_signals)), device=device)
         stopping = mean_over_processes(stopping) > 0
-        early = step in (hp.eval_interval // 4, hp.eval_interval // 2)  # boundaries form early
-        evaluating = finished or early or step % hp.eval_interval == 0
+        evaluating = finished or step % hp.eval_interval == 0
+        # boundaries form early
+        evaluating |= step in (hp.eval_interval // 4, hp.eval_interval // 2)
         if RANK == 0 and evaluating and (step > first_step or not saved):
             metrics = evaluate(model, val_shards, hp, autocast)
             if not math.isfinite(metrics["val_bpb"]):
@@ -550,8 +555,8 @@ def request_stop(number, _):
 
 
 @contextmanager
-def leaving_no_trace():
-    """Restores torch's settings and the signals' handlers, for programs that call main."""
+def global_settings_restored():
+    """Restores torch's global settings and the signals' handlers, for programs that call main."""
     precision = torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
@@ -574,7 +579,8 @@ def leaving_no_trace():
 def main(argv):
     """Trains as train.py does with these arguments. Raises UserError."""
     hp, saved = read_hyperparameters(argv)
-    with leaving_no_trace(), prepare.locked(hp.out_dir) if RANK == 0 else nullcontext():
+    locked = prepare.locked(hp.out_dir) if RANK == 0 else nullcontext()
+    with global_settings_restored(), locked:
         try:
             train(hp, saved)
         except RuntimeError as error:
