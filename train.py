@@ -103,6 +103,8 @@ class Hyperparameters:
 RULES = """\
 seq_len > 0
 num_heads > 0
+batch_size > 0
+effective_batch_size > 0
 embedding_dim % (2 * num_heads) == 0  # RoPE rotates pairs
 attention_window > 0
 0.5 / seq_len < downsample_rate_target < 1  # so that uniform has a token
@@ -112,8 +114,6 @@ policy_softcap > 0
 0 <= gamma <= 1
 lambda_early > 0 or system != 'learned'  # trains the baseline of eq. 15
 batch_size * processes > 1 or system != 'learned'  # eq. 17 compares rows
-batch_size > 0
-effective_batch_size > 0
 effective_batch_size % (batch_size * processes) == 0  # e.g. halve batch_size for two processes
 grad_clip > 0
 log_interval > 0
