@@ -77,7 +77,7 @@ def parse(field, value):
     try:
         if kind is bytes:
             return os.fsencode(value)
-        if kind is str and value:
+        if kind is str and (value or not field.default):
             return os.path.expanduser(value)  # a leading ~
         number = eval(str(value))  # 1/5 or 6e9; nan is no name
         # True is no 1, and 2.5 is no int

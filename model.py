@@ -385,7 +385,7 @@ class Model(UNet):
 
 
 def make_model(hp):
-    """A new model of hp.system, with an attribute for each hyperparameter that it needs."""
+    """A new model of hp.system; hp has an attribute for each hyperparameter."""
     if hp.system == "learned":
         return Model(hp)
     from experiments.systems import make_system  # here, so that experiments/ may be deleted

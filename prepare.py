@@ -88,7 +88,7 @@ def read_files(options, state):
     paths = {}
     wanted = "*" if "input" in options else "*.py"
     for root in options.get("input", [sysconfig.get_path("stdlib")]):
-        root = "/dev/stdin" if root == "-" else os.path.normpath(root)
+        root = "/dev/stdin" if root == "-" else os.path.abspath(root)
         found = [root] if os.path.exists(root) else glob.glob(root, recursive=True)
         if not found:
             raise UserError(f"--input={root} matches no file")
@@ -96,7 +96,7 @@ def read_files(options, state):
             path = Path(found.pop())
             real = os.path.realpath(path)
             below = str(path)[len(os.path.commonprefix([str(path), root])) :]  # found, not written
-            ours = any(path.with_name(name).exists() for name in OURS)
+            ours = any(Path(path.parent, name).exists() for name in OURS)
             unreadable = not os.access(path, os.R_OK) or path.is_fifo()
             if below and (SKIPPED.search(below) or ours or unreadable):
                 counts["paths skipped (see --help)"] += 1
@@ -154,7 +154,7 @@ def read_hf(options, state):
     except Exception as error:  # datasets and the libraries below it raise dozens of types
         if getattr(error, "errno", None):
             raise  # the operating system's: the data may be right
-        in_data = os.path.exists(path) or isinstance(error, FileNotFoundError)
+        in_data = os.path.exists(path) or isinstance(error, (ValueError, FileNotFoundError))
         kind = UserError if in_data else OSError  # OSError: mostly the network
         raise kind(f"cannot read --text_column={column} --split={split} of {path}: "
                    f"{str(error) or 'no records'}{' (slices are not supported)' * ('[' in split)}")
@@ -169,7 +169,7 @@ def locked(folder):
             try:
                 yield
             finally:
-                if new and os.listdir(folder) == [".lock"]:
+                if new and os.path.exists(folder) and os.listdir(folder) == [".lock"]:
                     Path(folder, ".lock").unlink()
                     Path(folder).rmdir()
     except Timeout:

@@ -82,10 +82,10 @@ class Hyperparameters:
     training_bytes: int = 4_000_000  # length of the run
     effective_batch_size: int = 16  # rows in a training step, over all processes and micro-batches
     batch_size: int = 16  # rows in a micro-batch; eq. 17 and 24 average over it
-    learning_rate: float = 3e-3  # peak, reached after the warm-up; falls to 0 at the end
-    cosine: bool = False  # the learning rates fall along a cosine, as in the paper, or linearly
+    learning_rate: float = 3e-3  # peak, reached after the warm-up; of all but the next two
     muon_learning_rate: float = 6e-3  # peak for the blocks' matrices, by Muon; 0: all by AdamW
     policy_learning_rate: float = 0.06  # peak for the policy; large, since its output is over S
+    cosine: bool = False  # True: they fall to 0 along a cosine, as in the paper; False: linearly
     warmup_bytes: int = 200_000  # linear warm-up
     weight_decay: float = 0.3  # of matrices, except the policy's
     grad_clip: float = 1.0  # maximum gradient norm
@@ -103,6 +103,7 @@ class Hyperparameters:
 RULES = """\
 seq_len > 0
 num_heads > 0
+training_bytes > 0
 batch_size > 0
 effective_batch_size > 0
 embedding_dim % (2 * num_heads) == 0  # RoPE rotates pairs
@@ -413,7 +414,7 @@ def read_hyperparameters(argv):
     saved = {}
     if hp.resume or hp.init_from:
         saved = read_checkpoint(checkpoint if hp.resume else hp.init_from)
-        old = saved["config"]
+        old = saved["config"] | ({} if hp.resume else {"pruning_bytes": 0})  # it has been pruned
         vars(hp).update(old | chosen | {"out_dir": hp.out_dir, "resume": hp.resume})
         for key in chosen.keys() - {"out_dir", "resume", "init_from"}:
             if RANK == 0 and chosen[key] != old.get(key):
@@ -431,6 +432,7 @@ def setup(hp, saved):
     model = make_model(hp)
     if saved:
         load_weights(model, saved, f"{hp.out_dir}/ckpt.pt" if hp.resume else hp.init_from)
+        del saved["model"]  # they need memory
 
     device, dtype = device_and_dtype(hp.device, hp.dtype)
     if device == "cuda":
@@ -451,7 +453,7 @@ def setup(hp, saved):
             raise UserError(f"{hp.out_dir}/ckpt.pt does not fit the optimizer; another version of "
                             "train.py wrote it, or muon_learning_rate became or stopped being 0")
         # keeps this run's groups, because flags may have changed their settings
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["optimizer_state"]})
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": saved.pop("optimizer_state")})
         if saved["scaler"]:  # the saved run used float16
             scaler.load_state_dict(saved["scaler"])
 
@@ -470,8 +472,8 @@ def setup(hp, saved):
             raise UserError("the processes see different checkpoints or data; with several nodes, "
                             "put out_dir and data on a disk that all of them share")
     if RANK == 0:
-        say(f"{sum(p.numel() for p in model.parameters()):,} parameters"
-            + "; compiling may take a minute" * compiled)
+        note = "; compiling may take a minute" if compiled else ""
+        say(f"{sum(p.numel() for p in model.parameters()):,} parameters{note}")
     return model, optimizer, scaler, autocast, *shards
 
 
@@ -483,9 +485,9 @@ def train(hp, saved):
     if not hp.resume:
         saved = {}  # the weights have been loaded
     step_bytes = hp.effective_batch_size * hp.seq_len
-    end = math.ceil(hp.training_bytes / step_bytes) * step_bytes
     step = first_step = saved.get("step", 0)
     bytes_seen = saved.get("bytes_seen", 0)
+    end = bytes_seen + math.ceil((hp.training_bytes - bytes_seen) / step_bytes) * step_bytes
     if RANK == 0:
         log = checkpoint.with_name("log.jsonl").open("a", buffering=1)
         log.truncate(min(log.tell(), saved.get("log_bytes", 0)))  # drop lines after the checkpoint
@@ -497,7 +499,7 @@ def train(hp, saved):
         model.target.fill_(target_rate(bytes_seen, hp))
         finished = bytes_seen >= end
         stopping = torch.tensor(float(len(stop_signals)), device=device)
-        stopping = mean_over_processes(stopping) > 0
+        stopping = mean_over_processes(stopping).item() > 0
         evaluating = finished or step % hp.eval_interval == 0
         # boundaries form early
         evaluating |= step in (hp.eval_interval // 4, hp.eval_interval // 2)
@@ -562,10 +564,11 @@ def global_settings_restored():
     fill = torch.utils.deterministic.fill_uninitialized_memory
     handlers = {}
     stop_signals.clear()
-    for number in {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGINT)}:
-        in_main_thread = threading.current_thread() is threading.main_thread()  # Python's rule
-        if in_main_thread and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            handlers[number] = signal.signal(number, request_stop)
+    if threading.current_thread() is threading.main_thread():  # others may not handle signals
+        for name in {"SIGINT", "SIGTERM", "SIGHUP"} & {*dir(signal)}:  # Windows has no SIGHUP
+            number = getattr(signal, name)
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                handlers[number] = signal.signal(number, request_stop)
     try:
         yield
     finally:
@@ -586,7 +589,7 @@ def main(argv):
         except RuntimeError as error:
             if stop_signals:  # Ctrl-C ends the compiler as well, and torch complains
                 raise KeyboardInterrupt from None
-            if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
+            if isinstance(error, torch._dynamo.exc.ShortenTraceback):
                 lines = re.findall(".*error: .*", str(error)) or str(error).splitlines()
                 raise UserError(f"torch.compile: {lines[0]}; use --compile=False") from error
             raise

@@ -86,7 +86,7 @@ def affordable_bytes(hp, flops):
         at_first = model.rule(x, u).float().mean().item()
     bytes_seen = 0
     while flops > 0:
-        part = (target_rate(bytes_seen, hp) - final) / max(first - final, 1e-9)
+        part = max(1 - bytes_seen / max(hp.pruning_bytes, 1), 0)
         rate = at_final + (at_first - at_final) * part
         flops -= step_bytes * flops_per_byte(model, rate)
         bytes_seen += step_bytes
@@ -290,7 +290,7 @@ def main(argv=None):
     add("--name", default="try", help="folder of results")
     options, others = parser.parse_known_args(argv)
     for flag in sum(options.shape or [], others):
-        if flag.startswith(("--system=", "--seed=", "--out_dir=", "--resume=")):
+        if flag.startswith(("--system=", "--seed=", "--out_dir=", "--resume=", "--init_from=")):
             raise UserError(f"{flag} is set for each run; use --systems, --first_seed or --name")
     results = RESULTS / options.name
     planned = []

@@ -1,5 +1,5 @@
 """FLOPs of training: of all matrix products, and as the paper counts them."""
-import math
+from functools import lru_cache
 
 from model import chunking
 from train import make_optimizer
@@ -33,10 +33,11 @@ def row_flops(model, rate):
     return 3 * 2 * ((before + after) * N + middle * M + attention)  # a multiply-add is two FLOPs
 
 
-def muon_flops(optimizer):
+@lru_cache(1)
+def muon_flops(model):
     """FLOPs of a step of Muon: three matrix products per Newton-Schulz iteration."""
     flops = 0
-    for group in optimizer.param_groups:
+    for group in make_optimizer(model, model.hp).param_groups:
         if group["muon"]:
             for p in group["params"]:
                 small, large = sorted(p.shape)
@@ -46,8 +47,8 @@ def muon_flops(optimizer):
 
 def flops_per_byte(model, rate):
     """FLOPs of training per byte, at a rate in tokens per byte."""
-    muon = muon_flops(make_optimizer(model, model.hp))
-    return (row_flops(model, rate) + muon / model.hp.effective_batch_size) / model.hp.seq_len
+    muon = muon_flops(model) / model.hp.effective_batch_size  # for a row
+    return (row_flops(model, rate) + muon) / model.hp.seq_len
 
 
 def paper_flops_per_byte(model, rate):

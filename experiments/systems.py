@@ -148,7 +148,7 @@ class Taught(Fixed):
     @torch.no_grad()
     def rule(self, x, u):
         _, _, _, a = self.teacher[0].to(x.device)(x, x, u)
-        return a | self.extra(u)
+        return a | self.extra(1 - u)  # the teacher has used u
 
 
 def mean_pool(X, a, M):

@@ -109,9 +109,10 @@ def test_the_rows_of_a_training_step_must_divide_over_all_processes(monkeypatch,
     ("--learning_rate=nan", "learning_rate cannot be 'nan'"),
     ("--learning_rate=1/0", "learning_rate cannot be '1/0'"),
     ("--seq_len=0", "seq_len=0 breaks the rule seq_len > 0"),
+    ("--training_bytes=-5", "training_bytes=-5 breaks the rule training_bytes > 0"),
     ("--num_heads=0", "num_heads=0 breaks the rule num_heads > 0"),
     ("--batch_size=0", "batch_size=0 breaks the rule batch_size > 0"),
-    ("--effective_batch_size=0", "effective_batch_size=0, batch_size=16 breaks the rule effective_batch_size > 0"),
+    ("--effective_batch_size=0", "batch_size=16 breaks the rule effective_batch_size > 0"),
     ("--log_interval=0", "log_interval=0 breaks the rule log_interval > 0"),
     ("--gamma=1.5", "gamma=1.5 breaks the rule 0 <= gamma <= 1"),
     ("--seed=-1", "seed=-1 breaks the rule 0 <= seed < 2**63"),
@@ -192,6 +193,8 @@ def test_eight_processes_may_have_one_row_each():
 def test_a_program_prints_a_mistake_on_one_line_and_keeps_other_tracebacks(tmp_path):
     _, error = run("train.py", "--\x1b[31m=\n", f"--out_dir={tmp_path}", code=2)
     assert error == "train.py: unknown name '␛[31m'; try --help\n"
+    program = "import configurator, signal; configurator.run(lambda argv: signal.raise_signal(2))"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 130
     program = "import configurator; configurator.run(lambda argv: int('x'))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1

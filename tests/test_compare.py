@@ -57,10 +57,10 @@ def test_flops_are_those_that_torch_counts_except_for_fillers(flags, monkeypatch
         optimizer.step()
     flops = row_flops(model, (a > 0.5).float().mean().item())
     assert flops == pytest.approx(model_flops, rel=0.01)
-    assert model_flops + muon_flops(optimizer) == counter.get_total_flops()
+    assert model_flops + muon_flops(model) == counter.get_total_flops()
     hp.effective_batch_size = 24
     per_byte = flops_per_byte(model, (a > 0.5).float().mean().item())
-    assert per_byte * 24 * hp.seq_len == pytest.approx(24 * flops + muon_flops(optimizer))
+    assert per_byte * 24 * hp.seq_len == pytest.approx(24 * flops + muon_flops(model))
 
 
 @pytest.mark.paper

@@ -189,14 +189,14 @@ def test_worth_is_shown_by_a_byte_and_the_one_before_it(trained, tmp_path, monke
 
     monkeypatch.setattr(worth, "flip", flip)
     checkpoint = shutil.copy(trained / "ckpt.pt", tmp_path)
-    worth.main([checkpoint, "--flips=640"])
+    worth.main([checkpoint, "--flips=2048"])
     lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:-2]]
     shown = {(eval(byte), after) for byte, after, *_ in lines}
     assert {("o", "yes"), (" ", "yes"), ("\n", "yes"), ("q", "no"), ("t", "no")} <= shown
     for byte, after, count, p, near, middle, *_ in lines:
         assert float(near) == ord(eval(byte))
         assert float(middle) == (after == "yes")
-    assert 300 < sum(int(line[2]) for line in lines) <= 640
+    assert 1800 < sum(int(line[2]) for line in lines) <= 2048
     elements = [*ElementTree.parse(tmp_path / "worth.svg").getroot()]
     text = "".join(e.text for e in elements if e.get("y") == "204").replace("⏎", "\n")
     bars = [e.get("d") for e in elements if e.get("stroke")]

@@ -90,7 +90,7 @@ def test_valid_characters_are_shown_as_they_are_and_control_characters_as_pictur
 
 
 def test_colour_goes_from_blue_to_yellow_with_p_on_a_terminal(monkeypatch):
-    steps = [(ord("a"), True, 0.0), (ord("b"), False, 1.0)]
+    steps = [(ord("a"), True, 0.0), (ord("b"), False, 0.95)]
     assert "".join(marked(steps)) == "a│b"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -102,6 +102,16 @@ def test_a_rule_differs_from_the_learned_model_in_its_boundaries_only(name, toy_
     assert a[:, 0].all()
 
 
+@pytest.mark.parametrize("name", ["learned", "gumbel", "hnet"])
+def test_boundaries_are_computed_in_float32_where_the_rest_is_not(name):
+    model, (x, y), u = small(name), some_bytes(2, 40), torch.rand(2, 40)
+    X = model.encode(x)
+    model.encode = lambda x: X
+    exact = model(x, y, u)[2]
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(x, y, u)[2], exact)
+
+
 def test_uniform_is_evenly_spaced_and_random_keeps_the_rate():
     (x, _), u = some_bytes(64, 40), torch.rand(64, 40, generator=torch.Generator().manual_seed(0))
     uniform = small("uniform", downsample_rate_target=0.29).rule(x, u)  # 11.6 tokens

@@ -67,7 +67,8 @@ def test_training_steps_are_those_of_the_written_equations(quick, data, tmp_path
         f"--gamma={gamma}", f"--lambda_pi={lambda_pi}", "--downsample_rate_start=0.7",
         f"--pruning_bytes={4 * rows_per_step * N}",
         f"--lambda_target={lambda_target}", f"--lambda_early={lambda_early}",
-        f"--effective_batch_size={rows_per_step}", "--batch_size=4", f"--training_bytes={total - 99}",
+        f"--effective_batch_size={rows_per_step}", "--batch_size=4",
+        f"--training_bytes={total - 99}",
         f"--learning_rate={lr}", f"--warmup_bytes={warmup}", f"--muon_learning_rate={muon_lr}",
         f"--cosine={not quick}",
         f"--policy_learning_rate={policy_lr}", f"--weight_decay={decay}", f"--grad_clip={clip}"])
@@ -288,7 +289,7 @@ def test_a_training_step_does_not_depend_on_the_number_of_processes(data, tmp_pa
 
 def test_a_training_step_is_compiled_once_though_the_tokens_and_the_target_vary():
     torch._dynamo.reset()  # forget what other tests compiled
-    model, compiled = small_model().eval(), small_model().eval()
+    model, compiled = small_model(), small_model()
     x, y = some_bytes(2, 64)
     counter = CompileCounterWithBackend("eager")
     train.compile_model(compiled, backend=counter)
@@ -487,7 +488,7 @@ def test_a_run_begins_with_anothers_weights_and_hyperparameters_and_its_own_sche
     """It also resumes, and what is not a flag comes from the other run, as gamma does here."""
     source = tmp_path / "source"
     train.main([*TINY, f"--data={data}", f"--out_dir={source}", "--gamma=0.5",
-                f"--training_bytes={3 * STEP}"])
+                f"--training_bytes={3 * STEP}", "--pruning_bytes=100"])
     capsys.readouterr()
     flags = [f"--out_dir={tmp_path}/out", "--seed=5", "--eval_interval=1"]
     train.main([f"--init_from={source}/ckpt.pt", *flags, f"--training_bytes={2 * STEP}"])
@@ -653,8 +654,9 @@ def test_a_run_resumes_at_its_next_row_with_another_batch_size(trained, tmp_path
 
     monkeypatch.setattr(train, "micro_batches", spy)
     train.main([f"--out_dir={tmp_path}/out", "--resume=True", "--effective_batch_size=8",
-                f"--training_bytes={16 * STEP}"])
+                f"--training_bytes={15 * STEP}"])  # not a whole number of steps
     assert first_rows == [12 * 4, 12 * 4 + 8]
+    assert log_of(tmp_path / "out")[-1]["bytes"] == 16 * STEP
 
 
 def test_a_resumed_run_says_that_the_learning_rates_rise_and_needs_no_log(
