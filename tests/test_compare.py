@@ -36,6 +36,7 @@ def train_here(flags, out_dir):
     return True
 
 
+@pytest.mark.paper
 @pytest.mark.parametrize("flags", [
     "", "--attention_window=64 --seq_len=300", "--system=none", "--system=hnet", "--system=gumbel",
     "--system=uniform --seq_len=20 --attention_window=64"])

@@ -108,6 +108,7 @@ def test_boundaries_are_computed_in_float32_where_the_rest_is_not(name):
     X = model.encode(x)
     model.encode = lambda x: X
     exact = model(x, y, u)[2]
+    assert exact.dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(model(x, y, u)[2], exact)
 

@@ -653,10 +653,11 @@ def test_a_run_resumes_at_its_next_row_with_another_batch_size(trained, tmp_path
         return micro_batches(shards, first_row, hp, *where)
 
     monkeypatch.setattr(train, "micro_batches", spy)
-    train.main([f"--out_dir={tmp_path}/out", "--resume=True", "--effective_batch_size=8",
-                f"--training_bytes={15 * STEP}"])  # not a whole number of steps
-    assert first_rows == [12 * 4, 12 * 4 + 8]
-    assert log_of(tmp_path / "out")[-1]["bytes"] == 16 * STEP
+    train.main([f"--out_dir={tmp_path}/out", "--resume=True", "--effective_batch_size=20",
+                f"--training_bytes={21 * STEP}"])  # not a whole number of steps
+    assert first_rows == [12 * 4, 12 * 4 + 20]
+    *_, last_step, _ = log_of(tmp_path / "out")
+    assert (last_step["bytes"], last_step["minutes_left"]) == (22 * STEP, 0)
 
 
 def test_a_resumed_run_says_that_the_learning_rates_rise_and_needs_no_log(
