@@ -12,7 +12,7 @@ whitespace, bpe and PATH.pt, which have rates of their own, get random extra tok
     none        every byte is a token
     gumbel      Nawrot et al., arXiv 2211.09761
     hnet        Hwang et al., one stage, arXiv 2507.07955
-    PATH.pt     the boundaries of a finished model of any system
+    PATH.pt     where a finished model of any system is more likely than not to end a token
 
 To add a rule, write a class like Random and add its name to SYSTEMS.
 """
@@ -138,7 +138,7 @@ class BPE(Fixed):
 
 
 class Taught(Fixed):
-    """Trains on a frozen model's boundaries, to see what the positions alone are worth."""
+    """Tokens end where a finished model's p is above 1/2: shows what the places alone are worth."""
 
     def __init__(self, hp):
         super().__init__(hp)
@@ -147,8 +147,8 @@ class Taught(Fixed):
 
     @torch.no_grad()
     def rule(self, x, u):
-        _, _, _, a = self.teacher[0].to(x.device)(x, x, u)
-        return a | self.extra(1 - u)  # the teacher has used u
+        _, _, _, a = self.teacher[0].to(x.device)(x, x, torch.full_like(u, 0.5))
+        return a | self.extra(u)
 
 
 def mean_pool(X, a, M):
