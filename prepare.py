@@ -242,7 +242,7 @@ def prepare(out_dir, options):
             if total // shard_bytes > (total - size) // shard_bytes:
                 write_json(progress, state)
 
-    counts = ", ".join(f"{n} {what}" for what, n in state["counts"].items() if n) or "none skipped"
+    counts = ", ".join(f"{n} {what}" for what, n in state["counts"].items() if n) or "all used"
     if not train["bytes"]:  # a first row goes to val
         (out_dir / "val_00000.bin").unlink(missing_ok=True)
         raise UserError(f"fewer than two rows of --seq_len={seq_len} bytes ({counts}); give more "

@@ -382,6 +382,14 @@ def test_a_hidden_link_does_not_hide_the_folder_behind_it(documents, tmp_path, c
     assert "; 1 paths skipped" in capsys.readouterr().out
 
 
+def test_the_current_folder_is_read_without_what_is_hidden_in_it(tmp_path, monkeypatch):
+    [text] = make_files(tmp_path / "in", [400])
+    make_files(tmp_path / "in/.git", [500], seed=1)
+    monkeypatch.chdir(tmp_path / "in")
+    prepare.main(["--dataset=files", "--input=.", "--seq_len=100", f"--out_dir={tmp_path}/out"])
+    assert rows_of(tmp_path / "out") == sorted(cut(text, 100))
+
+
 def test_folders_behind_links_are_read_once_even_in_a_circle(documents, tmp_path, capsys):
     shutil.move(tmp_path / "in/000", tmp_path / "elsewhere")
     (tmp_path / "elsewhere/back").symlink_to(tmp_path / "in")
@@ -712,8 +720,8 @@ def test_a_folder_belongs_to_one_process_until_that_ends(tmp_path):
     ("--dataset=files", "--input and --dataset=files need each other"),
     ("--input=books", "--input and --dataset=files need each other"),
     ("--hf_path=x", "--hf_path and --dataset=hf need each other"),
-    ("--dataset=files --input=no/such", "--input=no/such matches no file"),
-    ("--dataset=files --input=no/*/such", "--input=no/*/such matches no file"),
+    ("--dataset=files --input=no/such", "/no/such matches no file"),
+    ("--dataset=files --input=no/*/such", "/no/*/such matches no file"),
     ("--dataset=hf --hf_path=no.jsonl", "Unable to find"),
     ("--dataset=hf --hf_path={tmp}/a.jsonl --split=test",
      "--split=test of {tmp}/a.jsonl: Bad split: test. Available splits: ['train']"),
