@@ -169,7 +169,9 @@ def test_dtype_auto_is_what_the_machine_is_fast_at(
         device, bfloat16_gpu, bfloat16_cpu, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     monkeypatch.setattr(torch.mps, "is_available", lambda: device == "mps")
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: bfloat16_gpu)
+    monkeypatch.setattr(  # a T4 emulates bfloat16
+        torch.cuda, "is_bf16_supported",
+        lambda including_emulation=True: including_emulation or bfloat16_gpu)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": bfloat16_cpu})
     assert configurator.device_and_dtype("auto", "auto") == (device, expected)
     assert configurator.device_and_dtype("cpu", "float16") == ("cpu", "float16")

@@ -255,6 +255,8 @@ def test_runs_are_drawn_on_the_first_validation_row(trained, data, tmp_path, mon
     row = (data / "val_00000.bin").read_bytes()[:32].decode()
     assert "".join(text for *_, text in cells(made)[1]) == row.replace("\n", "⏎\n")
     assert (tmp_path / "x/boundaries.svg").stat().st_size > 1000
+    figures.main(["--name=x"])  # the same draws
+    assert (tmp_path / "x/boundaries.html").read_text(encoding="utf-8") == made
 
 
 def test_tokens_in_machine_code_are_counted_on_the_first_bytes_of_instructions(

@@ -352,6 +352,27 @@ def test_settings_that_are_automatic_are_those_of_the_machine(data, tmp_path, mo
     assert {*seen} == {(False, torch.float16, True)}
 
 
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_each_process_has_a_gpu_of_its_own_and_apples_do_not_compile(
+        device, data, tmp_path, monkeypatch):
+    calls = []
+
+    def stop(*_):
+        raise InterruptedError
+
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(train, "device_and_dtype", lambda *_: (device, "float32"))
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: model)
+    monkeypatch.setattr(train, "prepare_torch", lambda *_: None)
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda *_, **__: None)
+    monkeypatch.setattr(train, "compile_model", lambda model: calls.append("compiled"))
+    monkeypatch.setattr(train, "make_optimizer", stop)
+    with pytest.raises(InterruptedError):
+        train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}", "--compile=True"])
+    assert calls == {"cuda": [3, "compiled"], "mps": []}[device]
+
+
 def test_layers_that_draw_do_so_anew_in_every_step_and_process(data, tmp_path, monkeypatch):
     seeds, micro_batches = [], train.micro_batches
 
