@@ -416,7 +416,7 @@ def read_hyperparameters(argv):
         saved = read_checkpoint(checkpoint if hp.resume else hp.init_from)
         old = saved["config"] | ({} if hp.resume else {"pruning_bytes": 0})  # it has been pruned
         vars(hp).update(old | chosen | {"out_dir": hp.out_dir, "resume": hp.resume})
-        for key in chosen.keys() - {"out_dir", "resume", "init_from"}:
+        for key in sorted(chosen.keys() - {"out_dir", "resume", "init_from"}):
             if RANK == 0 and chosen[key] != old.get(key):
                 say(f"{key} was {old.get(key)!r} and is now {chosen[key]!r}")
     if checkpoint.exists() and not hp.resume:
@@ -432,7 +432,7 @@ def setup(hp, saved):
     model = make_model(hp)
     if saved:
         load_weights(model, saved, f"{hp.out_dir}/ckpt.pt" if hp.resume else hp.init_from)
-        del saved["model"]  # they need memory
+        del saved["model"]  # frees the memory
 
     device, dtype = device_and_dtype(hp.device, hp.dtype)
     if device == "cuda":
