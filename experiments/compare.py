@@ -16,7 +16,6 @@ continue. Writes to experiments/results/NAME/, from all runs in its folder runs/
     evaluations.jsonl   one line per evaluation
     table.md            means over seeds of the last evaluations of finished runs
     loss.svg            bits per byte over FLOPs: the paper's Figures 3 and 4
-    sizes.md, .svg      bits per byte over parameters, if the shapes differ in them
 """
 import json
 import math
@@ -175,15 +174,10 @@ def read_run(out_dir):
     return evaluations
 
 
-def last_evaluations(runs):
-    """Of the finished ones among these runs."""
-    last = [evaluations[-1] for evaluations in runs if evaluations]
-    return [e for e in last if e["bytes"] >= e["training_bytes"]]
-
-
 def table_row(label, runs):
     """A line of the table: means over the last evaluations of the finished ones of these runs."""
-    last = last_evaluations(runs)
+    last = [evaluations[-1] for evaluations in runs if evaluations]
+    last = [e for e in last if e["bytes"] >= e["training_bytes"]]
     seeds = f"{len(last)} of {len(runs)}"
     if not last:
         return [label, seeds, *[""] * 8]
@@ -204,19 +198,22 @@ def table_row(label, runs):
         f"{mean('seconds') / 60:.1f}"]
 
 
-def draw(lines, xlabel, path):
-    """Writes an SVG of bits per byte, from {label: lines}. A line is a list of points (x, bits)."""
+def draw(runs, path):
+    """Writes an SVG of bits per byte over FLOPs, from {label: runs}."""
     os.environ.pop("MPLBACKEND", None)  # a notebook's may not exist here, and none is needed
     import matplotlib  # here because other programs import this module and draw nothing
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for n, label in enumerate(lines):
+    for n, label in enumerate(runs):
         style = {"color": f"C{n}", "marker": "os^DvPX*<>"[n % 10], "linestyle": ("-", "--")[n % 2]}
-        for i, points in enumerate(lines[label]):
-            axes.plot(*zip(*points), **style, label=None if i else label, markersize=4)
-    axes.set(xscale="log", xlabel=xlabel, ylabel="validation bits per byte")
+        for i, run in enumerate(runs[label]):
+            flops = [e["paper_flops"] for e in run]
+            bits = [e["val_bpb"] for e in run]
+            axes.plot(flops, bits, **style, label=None if i else label, markersize=4)
+    axes.set(xscale="log", xlabel="training FLOPs, counted as in the paper",
+             ylabel="validation bits per byte")
     axes.tick_params("x", which="minor", labelsize=6)
     axes.legend(frameon=False)
     axes.grid(alpha=0.2)
@@ -241,42 +238,7 @@ def write_results(results):
     rows = [table_row(label, seeds) for label, seeds in runs.items()]
     write_table(results / "table.md", head, rows)
     if evaluations:
-        during = {label: [[(e["paper_flops"], e["val_bpb"]) for e in run] for run in seeds]
-                  for label, seeds in runs.items()}
-        draw(during, "training FLOPs, counted as in the paper", results / "loss.svg")
-    write_sizes(runs, results)
-
-
-def write_sizes(runs, results):
-    """Writes a table and a figure of the final bits, if the shapes differ in parameters."""
-    shapes = {}  # by shape and system: the last evaluations of the finished runs
-    for label, seeds in runs.items():
-        shape, _, system = label.rpartition("/")
-        last = last_evaluations(seeds)
-        if last:
-            shapes.setdefault(shape, {})[system] = last
-
-    def one_of(shape):  # an evaluation; systems differ in parameters by 4% at most
-        return next(iter(shape.values()))[0]
-
-    if len({one_of(shape)["parameters"] for shape in shapes.values()}) < 2:
-        return
-    systems = [system for system in ("learned", *SYSTEMS)
-               if any(system in shape for shape in shapes.values())]
-    lines = {system: [[]] for system in systems}
-    rows = []
-    for shape in sorted(shapes.values(), key=lambda shape: one_of(shape)["parameters"]):
-        one = one_of(shape)
-        row = [f"{one['parameters'] / 1e6:.1f}M, {one['bytes'] / 1e6:.0f}"]
-        for system in systems:
-            bits = [e["val_bpb"] for e in shape.get(system, [])]
-            row.append(", ".join(f"{b:.3f}" for b in bits))
-            if bits:
-                parameters = shape[system][0]["parameters"]
-                lines[system][0].append((parameters, statistics.mean(bits)))
-        rows.append(row)
-    write_table(results / "sizes.md", ["parameters, MB", *systems], rows)
-    draw(lines, "parameters", results / "sizes.svg")
+        draw(runs, results / "loss.svg")
 
 
 def main(argv=None):

@@ -186,10 +186,7 @@ def test_a_failed_run_does_not_end_a_comparison(data, tmp_path, monkeypatch, cap
         compare.main([*flags, "--systems=uniform"])
 
 
-def test_every_system_trains_in_every_shape_and_a_table_and_a_figure_show_the_sizes(
-        data, tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+def test_every_system_trains_in_every_shape(data, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "RESULTS", tmp_path)
     monkeypatch.setattr(compare, "train_to_end", train_here)
     compare.main([*TINY, f"--data={data}", "--systems=none,uniform", "--training_bytes=512",
@@ -200,26 +197,7 @@ def test_every_system_trains_in_every_shape_and_a_table_and_a_figure_show_the_si
     assert [row[0] for row in cells(tmp_path / "try/table.md")] == [
         f"{deep}/none", f"{deep}/uniform", "none", "uniform"]
     assert [e["system"] for e in last] == ["none", "uniform"] * 2
-    large, small = last[0]["parameters"], last[-1]["parameters"]
-    assert large > small
-    large_none, large_uniform, small_none, small_uniform = [e["val_bpb"] for e in last]
-    assert cells(tmp_path / "try/sizes.md") == [
-        ["0.0M, 0", f"{small_uniform:.3f}", f"{small_none:.3f}"],
-        ["0.0M, 0", f"{large_uniform:.3f}", f"{large_none:.3f}"]]
-    uniform, none = figures[-1].axes[0].lines
-    assert [*uniform.get_xdata()] == [*none.get_xdata()] == [small, large]
-    assert [*uniform.get_ydata()] == [small_uniform, large_uniform]
-    assert [*none.get_ydata()] == [small_none, large_none]
-    runs = tmp_path / "try/runs"
-    shutil.copytree(runs / "uniform-1337", runs / "none-1338")  # as if a second seed of none
-    compare.write_results(tmp_path / "try")
-    assert cells(tmp_path / "try/sizes.md")[0][2] == f"{small_none:.3f}, {small_uniform:.3f}"
-    _, none = figures[-1].axes[0].lines
-    assert none.get_ydata()[0] == pytest.approx((small_none + small_uniform) / 2)
-    shutil.rmtree(runs / "none-1337")
-    shutil.rmtree(runs / "none-1338")
-    compare.write_results(tmp_path / "try")
-    assert cells(tmp_path / "try/sizes.md")[0] == ["0.0M, 0", f"{small_uniform:.3f}", ""]
+    assert last[0]["parameters"] > last[-1]["parameters"]
 
 
 @pytest.mark.parametrize("flag, message", [
