@@ -152,8 +152,9 @@ import sys
 from pathlib import Path
 from experiments import {", ".join(path.stem for path in PROGRAMS)}
 assert "matplotlib" not in sys.modules
+run = [{{"paper_flops": 1, "val_bpb": 4}}, {{"paper_flops": 30, "val_bpb": 2}}]
 for name in "ab":
-    compare.draw({{"x": [[(1, 2), (30, 4)]]}}, "FLOPs", Path(sys.argv[1], name + ".svg"))
+    compare.draw({{"x": [run]}}, Path(sys.argv[1], name + ".svg"))
 """
     backend = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
     subprocess.run([sys.executable, "-c", program, tmp_path], cwd=ROOT, check=True,
