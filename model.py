@@ -28,6 +28,11 @@ M_MULTIPLE = 16 if torch.cuda.is_available() else 8  # M is rounded up: aligned 
 T_MULTIPLE = 64  # T likewise, at most to B * M: products with odd sizes are slow
 
 
+def take(z, i):
+    """z[i]: picks from the first dimension of z. Its gradient is faster than indexing's."""
+    return F.embedding(i, z)
+
+
 # ---- The transformer block of Gemma 2: RMSNorm, RoPE, GeGLU, soft-caps, no biases.
 def softcap(z, c):
     return c * torch.tanh(z / c)
@@ -80,19 +85,19 @@ def window_attention(q, k, v, window):
     N = q.size(2)
     C, chunks, back = chunking(N, window)
     padding = chunks * C - N
-    q = F.pad(q, (0, 0, 0, padding))
-    q = q.unflatten(2, (chunks, C))
+    q = F.pad(q, (0, 0, 0, padding))  # (B, heads, chunks C, head_dim)
+    q = q.unflatten(2, (chunks, C))  # (B, heads, chunks, C, head_dim)
     kv = F.pad(torch.stack((k, v)), (0, 0, back * C, padding))
-    kv = kv.unflatten(3, (back + chunks, C))
+    kv = kv.unflatten(3, (back + chunks, C))  # (2, B, heads, back + chunks, C, head_dim)
     kv = torch.cat([kv[:, :, :, n : n + chunks] for n in range(back + 1)], dim=4)
     k, v = kv.unbind()  # (B, heads, chunks, (back + 1) C, head_dim)
     position = torch.arange(-back * C, chunks * C, device=q.device)  # below 0: padding
     i = position[back * C :].view(chunks, C, 1)  # of the queries
-    j = position.unfold(0, (back + 1) * C, C)[:, None]  # of the keys each chunk sees
+    j = position.unfold(0, (back + 1) * C, C)[:, None]  # of the keys: (chunks, 1, (back + 1) C)
     # (chunks, C, (back + 1) C). Padding after the row needs no mask: only padding can see it.
     mask = (j <= i) & (j > i - window) & (j >= 0)
-    y = softcapped_attention(q, k, v, mask)
-    return y.flatten(2, 3)[:, :, :N]
+    y = softcapped_attention(q, k, v, mask)  # (B, heads, chunks, C, head_dim)
+    return y.flatten(2, 3)[:, :, :N]  # (B, heads, N, head_dim)
 
 
 class Attention(nn.Module):
@@ -137,7 +142,7 @@ class Attention(nn.Module):
         y = attend(q, k, v.transpose(1, 2))
         y = y.transpose(1, 2).flatten(-2)  # (B, N or M, D)
         if slots is not None:
-            y = F.embedding(slots, y.flatten(0, 1))  # y[slots], (T, D), with a faster gradient
+            y = take(y.flatten(0, 1), slots)  # (T, D)
         return self.out(y)
 
 
@@ -186,17 +191,15 @@ class Policy(nn.Module):
         self.linear = nn.Linear(hp.embedding_dim, 1 + hp.policy_window, bias=False)
         nn.init.zeros_(self.linear.weight)  # p starts at the target, but for the soft-cap
 
-    def forward(self, X, target):
-        """X (B, N, D) and the target rate, a scalar -> l (B, N, 2^w), float32.
-
-        Bit j-1 of a history is the decision a_{i-j}.
-        """
+    def forward(self, X):
+        """X (B, N, D) -> l (B, N, 2^w), float32. Bit j-1 of a history is the decision a_{i-j}."""
         with torch.autocast(X.device.type, enabled=False):
             z = self.linear(self.norm(X).float())  # (W_0 X_i, ..., W_w X_i)
         raw = z[..., :1]  # eq. 21, for every history; so far, for the only one of length 0
         for j in range(1, 1 + self.hp.policy_window):
             raw = torch.cat((raw, raw + z[..., j : j + 1]), dim=-1)  # a_{i-j} = 0, a_{i-j} = 1
-        l = raw / self.hp.policy_scale + torch.logit(target)  # eq. 22
+        target = self.hp.downsample_rate_target
+        l = raw / self.hp.policy_scale + math.log(target / (1 - target))  # eq. 22
         if self.training:
             l = softcap(l, self.hp.policy_softcap)  # eq. 23
         return l
@@ -293,9 +296,9 @@ class Head(nn.Module):
         logits = F.linear(self.norm(Z), weight)[..., :VOCAB_SIZE]
         return softcap(logits.float(), 30.0)
 
-    def forward(self, Z, y):
+    def logp(self, Z, y):
         """Z (B, N, D), next bytes y (B, N) -> log p(y) (B, N), in nats."""
-        logits = self.logits(Z).flatten(0, 1)
+        logits = self.logits(Z).flatten(0, 1)  # (B N, 257)
         return -F.cross_entropy(logits, y.flatten(), reduction="none").view_as(y)
 
 
@@ -305,8 +308,6 @@ class UNet(nn.Module):
     def __init__(self, hp):
         super().__init__()
         self.hp = hp
-        # the target rate, in tokens per byte; train.py lets it fall during the run
-        self.register_buffer("target", torch.tensor(hp.downsample_rate_target))
         D, heads, window = hp.embedding_dim, hp.num_heads, hp.attention_window
         self.embedding = nn.Embedding(VOCAB_SIZE, D)
         self.down = nn.ModuleList(
@@ -320,7 +321,7 @@ class UNet(nn.Module):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
         self.head = Head(D)  # after the loop, because it has its own initialization
 
-    def run(self, blocks, x, positions, slots=None, caches=None):
+    def transform(self, blocks, x, positions, slots=None, caches=None):
         """Applies blocks to byte vectors x (B, N, D) at positions (N,), or tokens (T, D) at (B, M).
 
         sample.py passes one position at a time, x (B, 1, D) at positions (1,), and a cache for
@@ -338,24 +339,24 @@ class UNet(nn.Module):
     def encode(self, x):
         """Bytes x (B, N) -> X (B, N, D); eq. 1."""
         positions = torch.arange(x.size(1), device=x.device)
-        return self.run(self.down, self.embedding(x), positions)
+        return self.transform(self.down, self.embedding(x), positions)
 
     def upsample(self, X, tokens, reads):
         """Hands the tokens back to the bytes: Y (B, N, D); eq. 5, 9.
 
         X (B, N, D), tokens Y' (T, D), reads (B, N): the token that each byte reads.
         """
-        return X + F.embedding(reads, tokens)  # eq. 9; the authors' code adds Y' - X' instead
+        return X + take(tokens, reads)  # eq. 9; the authors' code adds Y' - X' instead
 
     def decode(self, Y):
         """Y (B, N, D) -> what the head reads, (B, N, D); eq. 6."""
-        return self.run(self.up, Y, torch.arange(Y.size(1), device=Y.device))
+        return self.transform(self.up, Y, torch.arange(Y.size(1), device=Y.device))
 
-    def after_encoder(self, X, a):
+    def decoded(self, X, a):
         """X (B, N, D) and boundaries a (B, N) bool -> what the head reads, (B, N, D); eq. 3-9."""
         ends, reads, positions, slots = token_layout(a)
-        selected = F.embedding(ends, X.flatten(0, 1))  # X' (T, D), eq. 3, eq. 7
-        tokens = self.run(self.middle, selected, positions, slots)  # Y' (T, D), eq. 4
+        selected = take(X.flatten(0, 1), ends)  # X' (T, D), eq. 3, eq. 7
+        tokens = self.transform(self.middle, selected, positions, slots)  # Y' (T, D), eq. 4
         return self.decode(self.upsample(X, tokens, reads))  # eq. 5
 
 
@@ -374,19 +375,11 @@ class Model(UNet):
         decision. a is bool; l_i is the logit of a_i after the decisions before it.
         """
         X = self.encode(x)  # eq. 1
-        early_logp = self.early_head(X, y)  # eq. 14
-        all_l = self.policy(X, self.target)  # (B, N, 2^w): l after each possible history
+        early_logp = self.early_head.logp(X, y)  # eq. 14
+        all_l = self.policy(X)  # (B, N, 2^w): l after each possible history
         p = all_l.detach().sigmoid()  # eq. 20
         p[:, 0] = 1.0  # <bos> is a token, so that every byte has one to read from
         a, history = draw(p, u)  # eq. 2
         l = all_l.gather(-1, history)[..., 0]
-        logp = self.head(self.after_encoder(X, a), y)  # eq. 6
+        logp = self.head.logp(self.decoded(X, a), y)  # eq. 6
         return logp, early_logp, l, a
-
-
-def make_model(hp):
-    """A new model of hp.system; hp has an attribute for each hyperparameter."""
-    if hp.system == "learned":
-        return Model(hp)
-    from experiments.systems import make_system  # here, so that experiments/ may be deleted
-    return make_system(hp)

@@ -43,7 +43,7 @@ import pyarrow.dataset
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from configurator import UserError, argument_parser, run, say
+from common.commandline import UserError, argument_parser, run_program, say
 
 DEFAULTS = {"seq_len": 4096, "val_fraction": 0.02, "split": "train", "text_column": "text"}
 SHARD_BYTES = 10**8  # rounded to whole rows
@@ -292,7 +292,7 @@ def main(argv=None):
 
 if __name__ == "__main__":
     try:
-        run(main)
+        run_program(main)
     except SystemExit as end:
         say(end="")  # what --help printed
         if hasattr(sys, "ps1"):  # in a notebook, which goes on

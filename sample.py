@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from configurator import (
-    UserError, check, device_and_dtype, load_checkpoint, marked, read_command_line, run)
+from common.checkpoint import device_and_dtype, load_model
+from common.commandline import UserError, read_command_line, run_program
+from common.text import marked
 from model import BOS, softcapped_attention
 
 
@@ -40,12 +41,15 @@ class Settings:
     device: str = "auto"  # "auto", "cpu", "cuda" or "mps"
 
 
-RULES = """\
-num_samples > 0
-max_new_bytes > 0
-temperature >= 0
-top_k > 0
-0 <= seed < 2**63"""
+def check(options):
+    """Raises UserError if these settings cannot be used."""
+    for name in "num_samples", "max_new_bytes", "top_k":
+        if getattr(options, name) <= 0:
+            raise UserError(f"{name}={getattr(options, name)} must be above 0")
+    if options.temperature < 0:
+        raise UserError(f"temperature={options.temperature} must not be negative")
+    if not 0 <= options.seed < 2**63:
+        raise UserError(f"seed={options.seed} must be from 0 to 2**63 - 1")
 
 
 # ---- Generation.
@@ -108,12 +112,12 @@ def generate(model, x, max_new_bytes, temperature, top_k):
     up = [Cache(B, window, x.device) for _ in model.up]
     all_rows = torch.arange(B, device=x.device)
     history = torch.zeros_like(all_rows)  # bit j-1 is a_{i-j}, as in Policy
-    tokens = torch.zeros(B, model.hp.embedding_dim, device=x.device)  # each row's last Y'
+    last = torch.zeros(B, model.hp.embedding_dim, device=x.device)  # each row's last Y'
     for i in range(N + max_new_bytes):
         byte = x[:, i] if i < N else next_byte(logits, temperature, top_k)
         position = torch.tensor([i], device=x.device)
-        X = model.run(model.down, model.embedding(byte[:, None]), position, caches=down)
-        l = model.policy(X, model.target)[:, 0]  # (B, 2^w)
+        X = model.transform(model.down, model.embedding(byte[:, None]), position, caches=down)
+        l = model.policy(X)[:, 0]  # (B, 2^w)
         p = l.gather(1, history[:, None])[:, 0].sigmoid()
         a = torch.rand(B).to(p) < p
         if i == 0:
@@ -123,9 +127,9 @@ def generate(model, x, max_new_bytes, temperature, top_k):
         if len(rows) > 0:
             for cache in middle:
                 cache.rows = rows
-            tokens[rows] = model.run(model.middle, X[rows], position, caches=middle)[:, 0]
-        Y = model.upsample(X, tokens, all_rows[:, None])  # (B, 1, D)
-        Z = model.run(model.up, Y, position, caches=up)[:, 0]
+            last[rows] = model.transform(model.middle, X[rows], position, caches=middle)[:, 0]
+        Y = model.upsample(X, last, all_rows[:, None])  # (B, 1, D)
+        Z = model.transform(model.up, Y, position, caches=up)[:, 0]
         if i > 0:
             yield byte, a, p, F.cross_entropy(logits, byte, reduction="none")
         logits = model.head.logits(Z)
@@ -139,7 +143,7 @@ def generate_without_cache(model, x, max_new_bytes, temperature, top_k):
     shown = 1  # positions already yielded; <bos> never is
     for _ in range(max_new_bytes + 1):
         Z, l, a = model.outputs(x, u[:, : x.size(1)])
-        nats = -model.head(Z[:, :-1], x[:, 1:])
+        nats = -model.head.logp(Z[:, :-1], x[:, 1:])
         for i in range(shown, x.size(1)):
             yield x[:, i], a[:, i], l[:, i].sigmoid(), nats[:, i - 1]
         shown = x.size(1)
@@ -176,7 +180,7 @@ def scored(model, text, deterministic=False):
 
 def load(out_dir="out"):
     """The model that train.py saved in a folder, in evaluation mode on the CPU. Or UserError."""
-    model, _ = load_checkpoint(Path(out_dir).expanduser() / "ckpt.pt")
+    model, _ = load_model(Path(out_dir).expanduser() / "ckpt.pt")
     return model
 
 
@@ -202,7 +206,7 @@ def main(argv):
     if len(given) > 1:
         raise UserError(f"--{' and --'.join(given)} exclude each other; give one of them")
     options = Settings(**chosen)
-    check(vars(options), RULES)
+    check(options)
     device, _ = device_and_dtype(options.device, "float32")
     model = load(options.out_dir).to(device)
     text = options.text
@@ -241,4 +245,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -10,15 +10,15 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
+import subprocess
 import threading
 import time
-from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # sizes vary
 
@@ -28,13 +28,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import prepare
-from configurator import (
-    UserError, characters, check, device_and_dtype, load_weights, marked, read_checkpoint,
-    read_command_line, run, save_checkpoint, say)
-from model import BOS, Block, Head, Policy, make_model
+from common.checkpoint import (
+    device_and_dtype, load_weights, make_model, read_checkpoint, save_checkpoint)
+from common.commandline import UserError, read_command_line, run_program, say
+from common.muon import MuonAdamW
+from common.text import characters, marked
+from model import BOS, Block, Head, Policy
 
-RANK = int(os.environ.get("RANK", 0))  # this process and the number of all; torchrun sets them
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes; torchrun sets it
+RANK = int(os.environ["RANK"]) if WORLD_SIZE > 1 else 0  # this process
 
 
 # ---- Hyperparameters. ---------------------------------------------------------------------------
@@ -48,7 +50,6 @@ class Hyperparameters:
     4. the learning rates fall linearly, not along a cosine
     5. the byte layers see 8 bytes, not 64
 
-    pruning_bytes, which is off here, is not in the paper either: see target_rate.
     What the paper leaves open: experiments/README.md.
     """
 
@@ -68,8 +69,6 @@ class Hyperparameters:
     attention_window: int = 8  # a byte layer sees this many bytes, including the current one
     # boundaries
     downsample_rate_target: float = 1 / 5  # tokens per byte
-    pruning_bytes: int = 0  # the target falls to that rate over this many bytes; 0: it is constant
-    downsample_rate_start: float = 0.8  # where it starts to fall; only used with pruning_bytes
     policy_window: int = 1  # w, eq. 21: each decision sees this many earlier decisions
     policy_scale: float = 16.0  # S; eq. 22 calls it D
     policy_softcap: float = 5.0  # eq. 23: keeps p between 0.7% and 99.3%, in training only
@@ -100,62 +99,47 @@ class Hyperparameters:
     seed: int = 1337  # of the weights, the order of rows and the draws
 
 
-RULES = """\
-seq_len > 0
-num_heads > 0
-training_bytes > 0
-batch_size > 0
-effective_batch_size > 0
-embedding_dim % (2 * num_heads) == 0  # RoPE rotates pairs
-attention_window > 0
-0.5 / seq_len < downsample_rate_target < 1  # so that uniform has a token
-0 < downsample_rate_start < 1
-0 <= policy_window <= 12  # the draw needs 2^policy_window numbers per byte
-policy_softcap > 0
-0 <= gamma <= 1
-lambda_early > 0 or system != 'learned'  # trains the baseline of eq. 15
-batch_size * processes > 1 or system != 'learned'  # eq. 17 compares rows
-effective_batch_size % (batch_size * processes) == 0  # e.g. halve batch_size for two processes
-grad_clip > 0
-log_interval > 0
-eval_interval > 0
-eval_rows > 0
-0 <= seed < 2**63
-dtype in ('auto', 'float32', 'bfloat16', 'float16')"""
-
-VAL_LINE = ("step {step} val {val_bpb:.3f} bits/byte, rate {val_rate:.3f} | "
-            "{ends_outside:.0%} of tokens end on a space or punctuation")
-# undecided: the mean of p (1 - p), relative to that of p = target; it can exceed 1
-LOG_LINE = ("step {step} {bytes:,} bytes | {bpb:.3f} bits/byte, rate {rate:.3f}, "
-            "{undecided:.0%} undecided | {bytes_per_second:,.0f} bytes/s, "
-            "{minutes_left:.1f} min left")
-
-
-# ---- Schedules: functions of the bytes read so far.
-def learning_rate_fraction(bytes_seen, end, hp):
-    """The fraction of the peak learning rates, for a run that ends after `end` bytes."""
-    if bytes_seen < hp.warmup_bytes:
-        return bytes_seen / hp.warmup_bytes
-    fraction = (end - bytes_seen) / (end - hp.warmup_bytes)
-    if hp.cosine:
-        fraction = (1 - math.cos(math.pi * fraction)) / 2
-    return fraction
+def check(hp, processes=1):
+    """Raises UserError, which names the fix, if these hyperparameters cannot be used."""
+    for name in (
+            "seq_len", "embedding_dim", "num_heads", "attention_window", "policy_scale",
+            "policy_softcap", "training_bytes", "effective_batch_size", "batch_size", "grad_clip",
+            "log_interval", "eval_interval", "eval_rows"):
+        if getattr(hp, name) <= 0:
+            raise UserError(f"{name}={getattr(hp, name)} must be above 0")
+    for name in (
+            "n_down_layers", "n_mid_layers", "n_up_layers", "lambda_pi", "lambda_target",
+            "lambda_early", "learning_rate", "muon_learning_rate", "policy_learning_rate",
+            "warmup_bytes", "weight_decay"):
+        if getattr(hp, name) < 0:
+            raise UserError(f"{name}={getattr(hp, name)} must not be negative")
+    if hp.embedding_dim % (2 * hp.num_heads):
+        raise UserError(f"embedding_dim={hp.embedding_dim} must be a multiple of 2 * num_heads, "
+                        f"{2 * hp.num_heads}, because RoPE rotates pairs")
+    if not 0.5 / hp.seq_len < np.float32(hp.downsample_rate_target) < 1:
+        raise UserError(f"downsample_rate_target={hp.downsample_rate_target} is tokens per byte, "
+                        f"for example 1/5; it must be above 0.5 / seq_len, {0.5 / hp.seq_len:.2g}, "
+                        "and below 1")
+    if not 0 <= hp.policy_window <= 12:
+        raise UserError(f"policy_window={hp.policy_window} must be from 0 to 12, because a draw "
+                        "needs 2^policy_window numbers per byte")
+    if not 0 <= hp.gamma <= 1:
+        raise UserError(f"gamma={hp.gamma} must be from 0 to 1")
+    if hp.effective_batch_size % (hp.batch_size * processes):
+        raise UserError(
+            f"effective_batch_size={hp.effective_batch_size} must be a multiple of batch_size="
+            f"{hp.batch_size} times the number of processes, {processes}; change batch_size")
+    if hp.system == "learned" and hp.batch_size * processes == 1:
+        raise UserError("batch_size=1 leaves eq. 17 no other rows to compare with; use 2 or more")
+    if hp.system == "learned" and hp.lambda_early == 0:
+        raise UserError("lambda_early=0.0 would not train the baseline of eq. 15; use e.g. 0.1")
+    if not 0 <= hp.seed < 2**63:
+        raise UserError(f"seed={hp.seed} must be from 0 to 2**63 - 1")
+    if hp.dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise UserError(f"dtype={hp.dtype!r} must be auto, float32, bfloat16 or float16")
 
 
-def target_rate(bytes_seen, hp):
-    """The target of eq. 22 and 24, in tokens per byte.
-
-    It may start high and fall. The middle then learns with a token on nearly every byte, and the
-    policy learns which tokens it can lose. (This is not in the paper.)
-    """
-    if bytes_seen >= hp.pruning_bytes:
-        return hp.downsample_rate_target
-    left = 1 - bytes_seen / hp.pruning_bytes
-    return hp.downsample_rate_target + (hp.downsample_rate_start - hp.downsample_rate_target) * left
-
-
-# ---- Losses. Log-likelihoods are in nats; logp, early_logp, l and a are (B, N). Where the paper
-# sums over positions (eq. 18, 25, 26), these are means, as in the authors' code.
+# ---- Losses. Log-likelihoods are in nats; logp, early_logp, l and a are (B, N).
 def mean_over_processes(z):
     """Overwrites a tensor with its mean over all processes. Every process must call this."""
     if dist.is_initialized():
@@ -177,12 +161,17 @@ def discounted_return(R, gamma):
     return G
 
 
-def losses(logp, early_logp, l, a, target, hp):
+def losses(logp, early_logp, l, a, hp):
     """The total loss, and its terms for the log: a dictionary of scalar tensors by name.
 
-    target is the rate that eq. 24 aims at. The gradient of eq. 10 is the sum, eq. 11, of eq. 12 and
-    eq. 13. -grad L_auto estimates eq. 12. If gamma is 1, -grad L_pi estimates eq. 13 times
-    1 - 1 / n, because the mean over n rows in eq. 17 includes the row itself. All per byte.
+    Eq. 11 splits the gradient of the expected log-likelihood (eq. 10) in two. Eq. 12 is what the
+    model gains with the boundaries as they are; -grad L_auto estimates it. Eq. 13 is what it gains
+    by moving them; -grad L_pi estimates it, exactly if gamma is 1, times 1 - 1 / n, because each
+    of the n rows is also in its own baseline (eq. 17).
+
+    All terms are means over bytes, as in the authors' code. The paper writes eq. 18, 25 and 26 as
+    sums over the N positions of a row, but eq. 24 as a mean. So beside the others, L_tgt weighs N
+    times as much here as in eq. 27 as printed.
     """
     L_auto = -logp.mean()  # eq. 25
     L_early = -early_logp.mean()  # eq. 26
@@ -194,92 +183,61 @@ def losses(logp, early_logp, l, a, target, hp):
     # mean l needs no mean over processes, since gradients are averaged. Position 0 counts here,
     # with the policy's own p instead of the forced 1.
     mean_p = mean_over_processes(l.detach().sigmoid().mean())
-    L_tgt = l.mean() * (mean_p - target)  # eq. 24
+    L_tgt = l.mean() * (mean_p - hp.downsample_rate_target)  # eq. 24
     L = L_auto + hp.lambda_early * L_early  # eq. 27, and the next line
     L = L + hp.lambda_pi * L_pi + hp.lambda_target * L_tgt
-    terms = {
-        "auto": L_auto, "early": L_early, "pi": L_pi, "target": L_tgt, "advantage_std": A.std()}
+    # how much of the return's variance the two baselines, eq. 15 and 17, remove
+    removed = 1 - A.var() / discounted_return(logp.detach(), hp.gamma).var()
+    terms = {"auto": L_auto, "early": L_early, "pi": L_pi, "target": L_tgt,
+             "variance_removed": removed}
     return L, terms
 
 
-# ---- The optimizer: AdamW, and Muon (Jordan et al., 2024) for the matrices of the blocks. See
-# https://kellerjordan.github.io/posts/muon. Muon is not part of the paper's method.
-def make_optimizer(model, hp):
-    """An optimizer of all parameters, in four groups; some may be empty.
+# ---- The training step.
+def learning_rate_fraction(bytes_seen, end, hp):
+    """The fraction of the peak learning rates, for a run that ends after `end` bytes."""
+    if bytes_seen < hp.warmup_bytes:
+        return bytes_seen / hp.warmup_bytes
+    fraction = (end - bytes_seen) / (end - hp.warmup_bytes)
+    if hp.cosine:
+        fraction = (1 - math.cos(math.pi * fraction)) / 2
+    return fraction
 
-    A group's "peak" is its peak learning rate, from which training_step sets its "lr".
+
+def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
+    """One training step, at this fraction of the peak learning rates.
+
+    Returns the terms of the loss and more for the log, scalar tensors that are means over the
+    micro-batches, and the gradient's norm.
     """
-    vectors, policy, blocks, others = [], [], [], []
-    for name, p in model.named_parameters():
-        if p.dim() < 2:
-            vectors.append(p)
-        elif name.startswith("policy."):
-            policy.append(p)
-        elif hp.muon_learning_rate and name.startswith(("down.", "middle.", "up.")):
-            blocks.append(p)
-        else:
-            others.append(p)
-    lr, decay = hp.learning_rate, hp.weight_decay
-    groups = [
-        {"params": vectors, "peak": lr, "weight_decay": 0, "muon": False},
-        {"params": policy, "peak": hp.policy_learning_rate, "weight_decay": 0, "muon": False},
-        {"params": blocks, "peak": hp.muon_learning_rate, "weight_decay": decay, "muon": True},
-        {"params": others, "peak": lr, "weight_decay": decay, "muon": False}]
-    return MuonAdamW(groups, fused=True)  # torch's defaults are the paper's betas
-
-
-def orthogonalized(matrices):
-    """Brings the singular values of each matrix in (n, rows, columns) near 1.
-
-    It takes five Newton-Schulz iterations.
-    """
-    if matrices.size(1) > matrices.size(2):
-        return orthogonalized(matrices.mT).mT  # so that the gram matrices are small
-    z = F.normalize(matrices, dim=(1, 2), eps=1e-7)
-    for _ in range(5):
-        gram = z @ z.mT
-        gram = torch.baddbmm(gram, gram, gram, beta=-4.775, alpha=2.0315)
-        z = torch.baddbmm(z, gram, z, beta=3.4445)  # 3.4445 z + gram z
-    return z
-
-
-class MuonAdamW(torch.optim.AdamW):
-    """Muon steps along the orthogonalized momentum of matrices. All else is torch's AdamW.
-
-    A step removes the gradients of Muon's matrices. Their update is that of torch.optim.Muon with
-    adjust_lr_fn="match_rms_adamw". We do not use that class: it always computes in bfloat16, which
-    is slow on a T4 and twenty times slower on CPUs without AVX512, and it updates one matrix at a
-    time.
-    """
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            if group["muon"]:
-                self.muon_step(group)
-        super().step()
-
-    def muon_step(self, group):
-        by_shape = defaultdict(list)
-        for p in group["params"]:
-            if p.grad is not None:  # it is None if p is frozen or was not used
-                by_shape[p.shape].append(p)
-        for (rows, columns), matrices in by_shape.items():
-            for p in matrices:
-                if not self.state[p]:
-                    self.state[p]["momentum"] = torch.zeros_like(p)
-                    self.state[p]["step"] = torch.zeros(())  # AdamW loads no state without it
-            grads = torch.stack([p.grad for p in matrices])
-            momenta = [self.state[p]["momentum"] for p in matrices]
-            # a GPU would take longer to start a kernel for each matrix than to run it
-            torch._foreach_lerp_(momenta, grads.unbind(), 0.05)
-            nesterov = grads.lerp(torch.stack(momenta), 0.95)
-            update = orthogonalized(nesterov).float()
-            size = 0.2 * max(rows, columns) ** 0.5
-            torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_sub_(matrices, update.unbind(), alpha=group["lr"] * size)
-            for p in matrices:
-                p.grad = None  # AdamW skips it
+    target = hp.downsample_rate_target
+    logged = {}
+    for x, y, u in batches:
+        with autocast:
+            logp, early_logp, l, a = model(x, y, u)
+        system_losses = getattr(model, "losses", losses)  # other systems bring their own
+        L, terms = system_losses(logp, early_logp, l, a, hp)
+        scaler.scale(L / len(batches)).backward()
+        p = l.detach().sigmoid()
+        terms["rate"] = a.float().mean()
+        # the mean of p (1 - p), relative to that of p = target; it can exceed 1
+        terms["undecided"] = (p * (1 - p)).mean() / (target * (1 - target))
+        for name, z in terms.items():
+            logged[name] = logged.get(name, 0) + z.detach() / len(batches)
+    for p in model.parameters():
+        if p.grad is not None:
+            mean_over_processes(p.grad)
+    scaler.unscale_(optimizer)
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
+    if not math.isfinite(grad_norm) and scaler.get_scale() <= 1:  # float16 starts far above 1
+        raise UserError("the gradient is not finite; use smaller learning rates")
+    for group in optimizer.param_groups:
+        peak = group.setdefault("peak", group["lr"])  # what make_optimizer set
+        group["lr"] = peak * fraction
+    scaler.step(optimizer)  # nothing, after an overflow of float16
+    scaler.update()  # float16: halves the scale after an overflow
+    model.zero_grad()
+    return logged, grad_norm
 
 
 # ---- Data order: which rows a training step reads, and the uniforms of its draws.
@@ -289,123 +247,59 @@ def row_order(seed, epoch, n):
     return np.random.default_rng([seed, epoch, 0]).permutation(n)
 
 
-def micro_batches(shards, first_row, hp, rank, world, device):
-    """This process's micro-batches of the training step that starts at row first_row of the run.
+def micro_batches(shards, first_row, rows, batch_size, seed, rank, world, device):
+    """This process's micro-batches of `rows` rows, from row first_row of the run on.
 
-    A list of (x, y, u), each (B, N): <bos> and all but the last byte of a row, the row, uniforms.
-    The rows and uniforms of a step, over all processes together, do not depend on their number.
+    A list of (x, y, u), each (batch_size, N): <bos> and all but the last byte of a row, the row,
+    uniforms. The rows and uniforms of all processes together do not depend on their number.
     """
-    shard_rows = len(shards[0])  # in every shard but the last
+    shard_rows, N = shards[0].shape  # all shards but the last have so many rows
     n = sum(map(len, shards))
-    rows = []
-    for i in range(first_row + rank, first_row + hp.effective_batch_size, world):
-        number = row_order(hp.seed, i // n, n)[i % n]
-        rows.append(shards[number // shard_rows][number % shard_rows])
-    y = torch.from_numpy(np.stack(rows)).to(device).long()
+    y = []
+    for i in range(first_row + rank, first_row + rows, world):
+        number = row_order(seed, i // n, n)[i % n]
+        y.append(shards[number // shard_rows][number % shard_rows])
+    y = torch.from_numpy(np.stack(y)).to(device).long()
     x = F.pad(y[:, :-1], (1, 0), value=BOS)
-    generator = np.random.default_rng([hp.seed, first_row, 1])
-    u = generator.random((hp.effective_batch_size, hp.seq_len), np.float32)
+    u = np.random.default_rng([seed, first_row, 1]).random((rows, N), np.float32)
     u = torch.from_numpy(u[rank::world]).to(device)
-    B = hp.batch_size
-    return list(zip(x.split(B), y.split(B), u.split(B)))
-
-
-# ---- The training step.
-def compile_model(model, **options):
-    """Compiles the parts of the model in place. Layers of one kind share their compiled code."""
-    torch._dynamo.config.specialize_float = True  # soft-caps become constants in dynamic graphs
-    for part in model.modules():
-        if isinstance(part, (Block, Policy, Head)):
-            part.compile(dynamic=part in model.middle, **options)  # the number of tokens varies
-
-
-def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
-    """One training step, at this fraction of the peak learning rates.
-
-    Returns the terms of the loss, l and a, all of the last micro-batch, and the gradient's norm.
-    """
-    for x, y, u in batches:
-        with autocast:
-            logp, early_logp, l, a = model(x, y, u)
-        if hp.system == "learned":
-            L, terms = losses(logp, early_logp, l, a, model.target, hp)
-        else:
-            L, terms = model.losses(logp, l, a)
-        scaler.scale(L / len(batches)).backward()
-    for p in model.parameters():
-        if p.grad is not None:
-            mean_over_processes(p.grad)
-    scaler.unscale_(optimizer)
-    for group in optimizer.param_groups:
-        group["lr"] = group["peak"] * fraction
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
-    if math.isfinite(grad_norm):  # if not, the step is left out, as by scaler.step
-        with autocast:  # for Muon's matrix products
-            optimizer.step()
-    elif scaler.get_scale() <= 1:  # float16 starts far above 1, and the other dtypes stay at 1
-        raise UserError("the gradient is not finite; use smaller learning rates")
-    scaler.update()  # float16: halves the scale after an overflow
-    model.zero_grad()
-    return terms, l, a, grad_norm
+    return list(zip(x.split(batch_size), y.split(batch_size), u.split(batch_size)))
 
 
 # ---- Evaluation.
 @torch.no_grad()
-def evaluate(model, shards, hp, autocast):
-    """Validation metrics. Rows and uniforms are the same every time.
+def evaluate(model, shards, rows, batch_size, autocast):
+    """Bits per byte (val_bpb) and tokens per byte (val_rate), and what the model read.
 
-    val_bpb is in bits per byte, val_rate in tokens per byte. ends_outside is the fraction of tokens
-    whose last character is neither a letter nor a digit. line has (byte, a, p) of a row's bytes.
+    Rows and uniforms are the same every time. What was read is x, a and p (rows, N), on the CPU.
     """
-    rows = min(hp.eval_rows, sum(map(len, shards)))
-    fixed = SimpleNamespace(**vars(hp) | {"seed": 0, "effective_batch_size": rows})
+    rows = min(rows, sum(map(len, shards)))
+    device = model.embedding.weight.device
     nats = 0
-    shown = []  # (byte, a, p) of what the model reads, except <bos>
+    read = []
     model.eval()
-    for x, y, u in micro_batches(shards, 0, fixed, 0, 1, model.embedding.weight.device):
+    for x, y, u in micro_batches(shards, 0, rows, batch_size, 0, 0, 1, device):
         with autocast:
             logp, _, l, a = model(x, y, u)
         nats -= logp.sum().item()
-        columns = [z[:, 1:].flatten().tolist() for z in (x, a, l.sigmoid())]
-        shown += zip(*columns)
+        read.append((x, a, l.sigmoid()))
     model.train()
-    tokens = rows + sum(a for _, a, _ in shown)  # <bos> is a token too
-    # a token may end at any of a character's bytes; two in the same character count as one
-    outside = [not character.isalnum() for character, a, _ in characters(shown) if a]
-    return {
-        "val_bpb": nats / math.log(2) / (rows * hp.seq_len),
-        "val_rate": tokens / (rows * hp.seq_len),
-        "ends_outside": sum(outside) / max(len(outside), 1),
-        "line": shown[: min(hp.seq_len - 1, 160)]}
+    x, a, p = (torch.cat(z).cpu() for z in zip(*read))
+    metrics = {"val_bpb": nats / math.log(2) / x.numel(), "val_rate": a.sum().item() / a.numel()}
+    return metrics, x, a, p
 
 
-# ---- The program.
-def prepare_torch(device, dtype):
-    """Sets torch up for training; returns the autocast context of passes and Muon's products."""
-    torch.set_float32_matmul_precision("high")
-    torch.use_deterministic_algorithms(device == "cpu")  # resumed runs repeat to the last bit
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    return torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
+def share_outside_words(x, a):
+    """The fraction of tokens whose last character is neither a letter nor a digit; x, a (rows, N).
+
+    A token may end at any of a character's bytes; two in the same character count as one.
+    """
+    x, a = (z[:, 1:].flatten().tolist() for z in (x, a))  # without <bos>
+    outside = [not character.isalnum() for character, end, _ in characters(zip(x, a, a)) if end]
+    return sum(outside) / max(len(outside), 1)
 
 
-def report(log, record, text):
-    """Adds a record to the log, and prints the text, in which {key} is a value of the record."""
-    try:
-        print(json.dumps(record), file=log)
-    except OSError as error:
-        raise UserError(f"cannot write {log.name}: {error}") from error
-    say(text.format(**record))
-
-
-def averages(terms, l, a, target):
-    """The terms of the loss and three more of the last micro-batch: means over all processes."""
-    p = l.sigmoid()
-    terms = terms | {
-        "undecided": (p * (1 - p)).mean() / (target * (1 - target)),
-        "rate": a.float().mean(), "bpb": terms["auto"] / math.log(2)}
-    return {name: mean_over_processes(z.detach()).item() for name, z in terms.items()}
-
-
+# ---- Set-up.
 def read_hyperparameters(argv):
     """The run's hyperparameters, and the checkpoint that it continues or begins with, or {}."""
     chosen = read_command_line(argv, Hyperparameters)
@@ -414,7 +308,7 @@ def read_hyperparameters(argv):
     saved = {}
     if hp.resume or hp.init_from:
         saved = read_checkpoint(checkpoint if hp.resume else hp.init_from)
-        old = saved["config"] | ({} if hp.resume else {"pruning_bytes": 0})  # it has been pruned
+        old = saved["config"]
         vars(hp).update(old | chosen | {"out_dir": hp.out_dir, "resume": hp.resume})
         for key in sorted(chosen.keys() - {"out_dir", "resume", "init_from"}):
             if RANK == 0 and chosen[key] != old.get(key):
@@ -422,41 +316,20 @@ def read_hyperparameters(argv):
     if checkpoint.exists() and not hp.resume:
         raise UserError(f"{checkpoint} exists; continue it with --resume=True, or use another "
                         "--out_dir")
-    check(vars(hp) | {"processes": WORLD_SIZE}, RULES)
+    check(hp, WORLD_SIZE)
     return hp, saved
 
 
-def setup(hp, saved):
-    """The model, its optimizer, the loss scaler, autocast and the shards of both splits."""
-    torch.manual_seed(hp.seed)
-    model = make_model(hp)
-    if saved:
-        load_weights(model, saved, f"{hp.out_dir}/ckpt.pt" if hp.resume else hp.init_from)
-        del saved["model"]  # frees the memory
+def set_up_torch(device, dtype):
+    """Sets torch up for training; returns the autocast context of the model's passes."""
+    torch.set_float32_matmul_precision("high")
+    torch.use_deterministic_algorithms(device == "cpu")  # resumed runs repeat to the last bit
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    return torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
 
-    device, dtype = device_and_dtype(hp.device, hp.dtype)
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if WORLD_SIZE > 1:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    autocast = prepare_torch(device, dtype)
-    scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
-    model.to(device)
-    compiled = hp.compile and device != "mps"
-    if compiled:
-        compile_model(model)
 
-    optimizer = make_optimizer(model, hp)
-    if hp.resume:
-        if "optimizer_state" not in saved or (
-                (saved["config"]["muon_learning_rate"] == 0) != (hp.muon_learning_rate == 0)):
-            raise UserError(f"{hp.out_dir}/ckpt.pt does not fit the optimizer; another version of "
-                            "train.py wrote it, or muon_learning_rate became or stopped being 0")
-        # keeps this run's groups, because flags may have changed their settings
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": saved.pop("optimizer_state")})
-        if saved["scaler"]:  # the saved run used float16
-            scaler.load_state_dict(saved["scaler"])
-
+def open_data(hp, saved):
+    """The shards of both splits. The default data is made if it does not exist."""
     meta = Path(hp.data, "meta.json")
     if RANK == 0 and hp.data == Hyperparameters.data and not meta.exists():
         prepare.main([])
@@ -471,44 +344,128 @@ def setup(hp, saved):
             dist.barrier()  # torchrun kills all when one exits; this lets others say so too
             raise UserError("the processes see different checkpoints or data; with several nodes, "
                             "put out_dir and data on a disk that all of them share")
-    if RANK == 0:
-        note = "; compiling may take a minute" if compiled else ""
-        say(f"{sum(p.numel() for p in model.parameters()):,} parameters{note}")
-    return model, optimizer, scaler, autocast, *shards
+    return shards
+
+
+def compile_model(model, **options):
+    """Compiles the parts of the model in place. Layers of one kind share their compiled code."""
+    torch._dynamo.config.specialize_float = True  # soft-caps become constants in dynamic graphs
+    for part in model.modules():
+        if isinstance(part, (Block, Policy)):
+            part.compile(dynamic=part in model.middle, **options)  # the number of tokens varies
+        if isinstance(part, Head):
+            part.logp = torch.compile(part.logp, dynamic=False, **options)
+
+
+def make_optimizer(model, hp, dtype):
+    """An optimizer of all parameters, whose learning rates are the peaks of the schedule.
+
+    Muon trains the blocks' matrices, with products in the dtype, and AdamW trains the rest.
+    """
+    vectors, policy, blocks, others = [], [], [], []
+    for name, p in model.named_parameters():
+        if p.dim() < 2:
+            vectors.append(p)
+        elif name.startswith("policy."):
+            policy.append(p)
+        elif hp.muon_learning_rate and name.startswith(("down.", "middle.", "up.")):
+            blocks.append(p)
+        else:
+            others.append(p)
+    lr, decay = hp.learning_rate, hp.weight_decay
+    groups = [
+        {"params": vectors, "lr": lr, "weight_decay": 0},
+        {"params": policy, "lr": hp.policy_learning_rate, "weight_decay": 0},
+        {"params": blocks, "lr": hp.muon_learning_rate, "weight_decay": decay, "muon": True},
+        {"params": others, "lr": lr, "weight_decay": decay}]
+    return MuonAdamW(groups, getattr(torch, dtype))
+
+
+def load_optimizer(optimizer, scaler, saved, hp):
+    """Loads the optimizer's state and the scaler's, but keeps the settings, which flags change."""
+    was_muon = saved["config"]["muon_learning_rate"] > 0
+    if "optimizer_state" not in saved or was_muon != (hp.muon_learning_rate > 0):
+        raise UserError(f"{hp.out_dir}/ckpt.pt does not fit the optimizer; another version of "
+                        "train.py wrote it, or muon_learning_rate became or stopped being 0")
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["optimizer_state"]})
+    if saved["scaler"]:  # the saved run used float16
+        scaler.load_state_dict(saved["scaler"])
+
+
+# ---- The loop.
+def write_record(log, record):
+    """Adds a line to log.jsonl."""
+    try:
+        print(json.dumps(record), file=log)
+    except OSError as error:
+        raise UserError(f"cannot write {log.name}: {error}") from error
+
+
+def versions(device, dtype):
+    """What log.jsonl records about the code and the machine."""
+    command = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--exclude=*"]
+    git = subprocess.run(command, capture_output=True, text=True) if shutil.which("git") else None
+    return {"commit": git.stdout.strip() if git else "", "torch": torch.__version__,
+            "device": device, "dtype": dtype}
 
 
 def train(hp, saved):
-    """The loop. saved is the checkpoint to continue, or to take the weights from, or {}."""
-    model, optimizer, scaler, autocast, train_shards, val_shards = setup(hp, saved)
-    device = model.embedding.weight.device
+    """Trains. saved is the checkpoint to continue, or the one to take the weights from, or {}."""
+    device, dtype = device_and_dtype(hp.device, hp.dtype)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if WORLD_SIZE > 1:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    autocast = set_up_torch(device, dtype)
+    train_shards, val_shards = open_data(hp, saved)
+
+    torch.manual_seed(hp.seed)
+    model = make_model(hp)
     checkpoint = Path(hp.out_dir, "ckpt.pt")
-    if not hp.resume:
-        saved = {}  # the weights have been loaded
+    if saved:
+        load_weights(model, saved, checkpoint if hp.resume else hp.init_from)
+    model.to(device)
+    compiled = hp.compile and device != "mps"
+    if compiled:
+        compile_model(model)
+    optimizer = make_optimizer(model, hp, dtype)
+    scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
+    step = bytes_seen = log_bytes = 0
+    if hp.resume:
+        load_optimizer(optimizer, scaler, saved, hp)
+        step, bytes_seen, log_bytes = saved["step"], saved["bytes_seen"], saved["log_bytes"]
+    first_step = step
     step_bytes = hp.effective_batch_size * hp.seq_len
-    step = first_step = saved.get("step", 0)
-    bytes_seen = saved.get("bytes_seen", 0)
     end = bytes_seen + math.ceil((hp.training_bytes - bytes_seen) / step_bytes) * step_bytes
     if RANK == 0:
         log = checkpoint.with_name("log.jsonl").open("a", buffering=1)
-        log.truncate(min(log.tell(), saved.get("log_bytes", 0)))  # drop lines after the checkpoint
-        if saved and saved["config"]["training_bytes"] <= bytes_seen < end:
+        log.truncate(min(log.tell(), log_bytes))  # drop lines after the checkpoint
+        write_record(log, versions(device, dtype) | {"hyperparameters": vars(hp)})
+        parameters = sum(p.numel() for p in model.parameters())
+        say(f"{parameters:,} parameters{'; compiling may take a minute' if compiled else ''}")
+        if hp.resume and saved["config"]["training_bytes"] <= bytes_seen < end:
             say("the learning rates had reached 0; for the added bytes they rise again")
-    seconds = []  # of each training step since the last log line
+    saved.clear()  # frees the memory
 
+    seconds = []  # of each training step since the last log line
     while True:
-        model.target.fill_(target_rate(bytes_seen, hp))
         finished = bytes_seen >= end
         stopping = torch.tensor(float(len(stop_signals)), device=device)
         stopping = mean_over_processes(stopping).item() > 0
         evaluating = finished or step % hp.eval_interval == 0
         # boundaries form early
         evaluating |= step in (hp.eval_interval // 4, hp.eval_interval // 2)
-        if RANK == 0 and evaluating and (step > first_step or not saved):
-            metrics = evaluate(model, val_shards, hp, autocast)
+        if RANK == 0 and evaluating and (step > first_step or not hp.resume):
+            metrics, x, a, p = evaluate(model, val_shards, hp.eval_rows, hp.batch_size, autocast)
             if not math.isfinite(metrics["val_bpb"]):
                 raise UserError("the validation loss is not finite; use smaller learning rates")
-            report(log, {"step": step, "bytes": bytes_seen, **metrics}, VAL_LINE)
-            say("".join(marked(metrics["line"][:80])).replace("\n", "⏎"))
+            metrics["ends_outside"] = share_outside_words(x, a)
+            line = list(zip(*(z[0, 1:161].tolist() for z in (x, a, p))))
+            write_record(log, {"step": step, "bytes": bytes_seen, **metrics, "line": line})
+            say(f"step {step} val {metrics['val_bpb']:.3f} bits/byte, rate "
+                f"{metrics['val_rate']:.3f} | {metrics['ends_outside']:.0%} of tokens end on a "
+                "space or punctuation")
+            say("".join(marked(line[:80])).replace("\n", "⏎"))
         if RANK == 0 and (stopping or evaluating and step > first_step):
             state = optimizer.state_dict()["state"]
             save_checkpoint(checkpoint, {
@@ -518,25 +475,31 @@ def train(hp, saved):
         if finished or stopping:
             break
 
-        step += 1
         started = time.perf_counter()
+        step += 1
         torch.manual_seed(hash((hp.seed, step, RANK)))  # for layers you add, such as dropout
         batches = micro_batches(
-            train_shards, bytes_seen // hp.seq_len, hp, RANK, WORLD_SIZE, device)
+            train_shards, bytes_seen // hp.seq_len, hp.effective_batch_size, hp.batch_size, hp.seed,
+            RANK, WORLD_SIZE, device)
+        # the schedule's value in the middle of the step
         fraction = learning_rate_fraction(bytes_seen + step_bytes / 2, end, hp)
-        terms, l, a, grad_norm = training_step(
+        logged, grad_norm = training_step(
             model, batches, optimizer, fraction, scaler, autocast, hp)
         bytes_seen += step_bytes
         seconds.append(time.perf_counter() - started)
         if step % hp.log_interval == 0 or bytes_seen >= end:
-            terms = averages(terms, l, a, model.target)
+            logged = {name: mean_over_processes(z).item() for name, z in logged.items()}
             speed = step_bytes / np.mean(seconds[1:] or seconds)  # the first one may compile
             seconds.clear()
             if RANK == 0:
+                bpb = logged["auto"] / math.log(2)
                 minutes = (end - bytes_seen) / speed / 60
-                record = {"step": step, "bytes": bytes_seen, **terms, "grad_norm": grad_norm}
-                record |= {"bytes_per_second": speed, "minutes_left": minutes}
-                report(log, record, LOG_LINE)
+                write_record(log, {
+                    "step": step, "bytes": bytes_seen, **logged, "bpb": bpb,
+                    "grad_norm": grad_norm, "bytes_per_second": speed, "minutes_left": minutes})
+                say(f"step {step} {bytes_seen:,} bytes | {bpb:.3f} bits/byte, rate "
+                    f"{logged['rate']:.3f}, {logged['undecided']:.0%} undecided | "
+                    f"{speed:,.0f} bytes/s, {minutes:.1f} min left")
 
     if RANK == 0 and finished and step == first_step:
         say(f"finished already; to go on, give more than --training_bytes={hp.training_bytes}")
@@ -596,4 +559,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -19,11 +19,11 @@ import time
 
 import torch
 
-from configurator import argument_parser, device_and_dtype, run, say
+from common.checkpoint import device_and_dtype, make_model
+from common.commandline import argument_parser, run_program, say
 import train
 from experiments.compare import hyperparameters, table
-from experiments.measures import flops_per_byte
-from model import make_model
+from experiments.flops import flops_per_byte
 
 SETTINGS = "", "--system=none", "--system=random", "--system=uniform"
 TURNS = 20
@@ -47,18 +47,19 @@ def training_step(hp):
     model = make_model(hp).to(hp.device)
     if hp.compile:
         train.compile_model(model)
-    optimizer = train.make_optimizer(model, hp)
-    autocast = train.prepare_torch(hp.device, hp.dtype)
+    optimizer = train.make_optimizer(model, hp, hp.dtype)
+    autocast = train.set_up_torch(hp.device, hp.dtype)
     scaler = torch.amp.GradScaler(hp.device, enabled=hp.dtype == "float16")
     first_rows = itertools.count(0, hp.effective_batch_size)
     fraction = 1e-9  # of the learning rates: so small that the number of tokens stays
 
     def step():
-        batches = train.micro_batches(shards, next(first_rows), hp, 0, 1, hp.device)
+        batches = train.micro_batches(
+            shards, next(first_rows), hp.effective_batch_size, hp.batch_size, 0, 0, 1, hp.device)
         return train.training_step(model, batches, optimizer, fraction, scaler, autocast, hp)
 
-    _, _, a, _ = step()
-    flops = flops_per_byte(model, a.float().mean().item()) * shards[0].size
+    logged, _ = step()
+    flops = flops_per_byte(model, logged["rate"].item()) * shards[0].size
     return step, shards[0].size, flops
 
 
@@ -101,4 +102,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

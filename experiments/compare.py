@@ -25,16 +25,13 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-from configurator import (
-    UserError, argument_parser, check, load_checkpoint, read_checkpoint, read_command_line, run,
-    say)
-from experiments.measures import flops_per_byte, paper_flops_per_byte
+from common.checkpoint import load_model, make_model, read_checkpoint
+from common.commandline import UserError, argument_parser, read_command_line, run_program, say
+from experiments.flops import flops_per_byte, paper_flops_per_byte
 from experiments.systems import SYSTEMS, Fixed
-from model import make_model
 from prepare import open_shards
-from train import RULES, Hyperparameters, micro_batches, target_rate
+from train import Hyperparameters, check, micro_batches
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
@@ -62,7 +59,7 @@ def write_jsonl(path, records):
 def hyperparameters(flags):
     """The hyperparameters that these arguments give train.py. Raises UserError."""
     hp = Hyperparameters(**read_command_line(flags, Hyperparameters))
-    check(vars(hp) | {"processes": 1}, RULES)
+    check(hp)
     if hp.system not in ("learned", *SYSTEMS):
         raise UserError(f"system={hp.system!r} must be learned or one of {', '.join(SYSTEMS)}")
     return hp
@@ -71,25 +68,16 @@ def hyperparameters(flags):
 def affordable_bytes(hp, flops):
     """How many bytes training can read for so many FLOPs, at the target rate.
 
-    A fixed rule's rate is that of 64 validation rows, at the first and at the final target.
+    A fixed rule's rate is that of 64 validation rows.
     """
     model = make_model(hp)
-    step_bytes = hp.effective_batch_size * hp.seq_len
-    first, final = target_rate(0, hp), target_rate(math.inf, hp)
-    at_first, at_final = first, final
+    rate = hp.downsample_rate_target
     if isinstance(model, Fixed):
-        rows = SimpleNamespace(**vars(hp) | {"effective_batch_size": 64, "batch_size": 64})
-        [(x, _, u)] = micro_batches(open_shards(hp.data, "val", hp.seq_len), 0, rows, 0, 1, "cpu")
-        at_final = model.rule(x, u).float().mean().item()
-        model.target.fill_(first)
-        at_first = model.rule(x, u).float().mean().item()
-    bytes_seen = 0
-    while flops > 0:
-        part = max(1 - bytes_seen / max(hp.pruning_bytes, 1), 0)
-        rate = at_final + (at_first - at_final) * part
-        flops -= step_bytes * flops_per_byte(model, rate)
-        bytes_seen += step_bytes
-    return bytes_seen
+        shards = open_shards(hp.data, "val", hp.seq_len)
+        [(x, _, u)] = micro_batches(shards, 0, 64, 64, hp.seed, 0, 1, "cpu")
+        rate = model.rule(x, u).float().mean().item()
+    step_bytes = hp.effective_batch_size * hp.seq_len
+    return math.ceil(flops / flops_per_byte(model, rate) / step_bytes) * step_bytes
 
 
 def check_unchanged(out_dir, hp):
@@ -146,7 +134,7 @@ def read_run(out_dir):
 
     Adds the FLOPs of training that led to each, and the seconds, at the run's median speed.
     """
-    model, saved = load_checkpoint(out_dir / "ckpt.pt")
+    model, saved = load_model(out_dir / "ckpt.pt")
     parameters = sum(p.numel() for p in model.parameters())
     records = read_log(out_dir / "log.jsonl")
     steps = [record for record in records if "auto" in record]
@@ -269,4 +257,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from configurator import (
-    UserError, argument_parser, device_and_dtype, load_checkpoint, run, say)
+from common.checkpoint import device_and_dtype, load_model
+from common.commandline import UserError, argument_parser, run_program, say
 from experiments.compare import table
 from model import BOS
 from prepare import open_shards
-from train import prepare_torch
+from train import set_up_torch
 
 
 # ---- The benchmarks: a dataset's row -> context, answers, number of the right answer.
@@ -142,10 +142,10 @@ def main(argv=None):
     parser.add_argument("checkpoint", help="ckpt.pt of train.py")
     parser.add_argument("tasks", nargs="+", metavar="task", help="NAME, NAME=FILE, heldout=FOLDER")
     options = parser.parse_args(argv)
-    model, saved = load_checkpoint(options.checkpoint)
+    model, saved = load_model(options.checkpoint)
     tasks = {task: read_items(task, model.hp.seq_len) for task in options.tasks}
     device, dtype = device_and_dtype("auto", saved["config"]["dtype"])
-    autocast = prepare_torch(device, dtype)
+    autocast = set_up_torch(device, dtype)
     model.to(device)
     rows = [[task, *evaluate(model, items, autocast)] for task, items in tasks.items()]
     head = ["task", "items", "bytes", "bits per byte", "standard error", "accuracy", "rate"]
@@ -153,4 +153,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

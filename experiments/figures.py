@@ -17,7 +17,9 @@ from pathlib import Path
 
 import torch
 
-from configurator import UserError, argument_parser, characters, load_checkpoint, run
+from common.checkpoint import load_model
+from common.commandline import UserError, argument_parser, run_program
+from common.text import characters
 from experiments.compare import RESULTS, read_log
 from experiments.page import as_html, cell, cell_colours, page, write
 from prepare import open_shards
@@ -164,7 +166,7 @@ def main(argv=None):
     results = RESULTS / options.name
     texts, shown = {}, {}  # by label
     for path in map(Path, options.checkpoints or sorted(results.glob("runs/**/ckpt.pt"))):
-        model, saved = load_checkpoint(path)
+        model, saved = load_model(path)
         hp = saved["config"]
         row = open_shards(hp["data"], "val", hp["seq_len"])[0][0]
         torch.manual_seed(0)
@@ -180,4 +182,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

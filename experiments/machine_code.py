@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from configurator import argument_parser, load_checkpoint, run, say
+from common.checkpoint import load_model
+from common.commandline import argument_parser, run_program, say
 from experiments.compare import table
 from experiments.figures import svg, svg_cell
 from experiments.page import write
@@ -55,7 +56,7 @@ def main(argv=None):
     instructions = disassemble(options.file)
     rows = []
     for path in options.checkpoints:
-        model, _ = load_checkpoint(path)
+        model, _ = load_model(path)
         torch.manual_seed(0)
         steps = list(scored(model, code))
         ends = {place for place, (_, a, _, _) in enumerate(steps) if a}
@@ -71,4 +72,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from configurator import argument_parser, characters, printable, run, say
+from common.commandline import argument_parser, run_program, say
+from common.text import characters, printable
 from sample import generate, load, prompt, scored
 
 NEW_BYTES = 1000  # that --start generates
@@ -144,4 +145,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -2,8 +2,8 @@
 The other ways to place boundaries that the paper compares with: train.py --system=NAME.
 
 Every system is a U-Net like the learned one. They differ in what decides where tokens end and, for
-gumbel and hnet, in how tokens are made and handed back. All follow the target rate as it falls;
-whitespace, bpe and PATH.pt, which have rates of their own, get random extra tokens that die out.
+gumbel and hnet, in how tokens are made and handed back. All but whitespace, bpe and PATH.pt, which
+have rates of their own, follow the target rate.
 
     uniform     round(N * target) evenly spaced tokens
     random      independent draws at the target rate
@@ -24,8 +24,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from configurator import UserError, load_checkpoint
-from model import RMSNorm, UNet, token_layout
+from common.commandline import UserError
+from model import RMSNorm, UNet, take, token_layout
 
 TEMPERATURE = 0.5  # of gumbel's relaxed Bernoulli
 RATIO_WEIGHT = 0.03  # of hnet's ratio loss
@@ -42,8 +42,8 @@ class System(UNet):
         """
         return torch.zeros((), device=l.device)
 
-    def losses(self, logp, l, a):
-        """The total loss, and its terms for the log, like train.losses."""
+    def losses(self, logp, early_logp, l, a, hp):
+        """The total loss, and its terms for the log, like train.losses. early_logp is None."""
         L_auto = -logp.mean()
         boundary = self.boundary_loss(l, a)
         return L_auto + boundary, {"auto": L_auto, "boundary": boundary}
@@ -51,7 +51,7 @@ class System(UNet):
     def forward(self, x, y, u):
         """Like Model.forward, without an early exit: logp, None, l, a."""
         Z, l, a = self.outputs(x, u)
-        return self.head(Z, y), None, l, a
+        return self.head.logp(Z, y), None, l, a
 
 
 class Fixed(System):
@@ -60,29 +60,24 @@ class Fixed(System):
     def rule(self, x, u):
         """Bytes x and uniforms u (B, N) -> a (B, N) bool; a[:, 0] is overwritten."""
 
-    def extra(self, u):
-        """Random boundaries (B, N) bool, which die out as the target falls to its final value."""
-        final = self.hp.downsample_rate_target
-        return u < (self.target - final) / (1 - final)
-
     def outputs(self, x, u):
         a = self.rule(x, u)
         a[:, 0] = True
         l = torch.where(a, 20.0, -20.0)  # p is 1 or 0
-        return self.after_encoder(self.encode(x), a), l, a
+        return self.decoded(self.encode(x), a), l, a
 
 
 class Uniform(Fixed):
     def rule(self, x, u):
         N = self.hp.seq_len
-        M = round(N * self.target.item())
+        M = round(N * self.hp.downsample_rate_target)
         i = torch.arange(x.size(1), device=x.device)
         return (i * M % N < M).repeat(len(x), 1)
 
 
 class Random(Fixed):
     def rule(self, x, u):
-        return u < self.target
+        return u < self.hp.downsample_rate_target
 
 
 class Whitespace(Fixed):
@@ -92,7 +87,7 @@ class Whitespace(Fixed):
         word = (x >= 128) & (x < 192)
         for first, last in (b"09", b"AZ", b"az"):
             word = word | (x >= first) & (x <= last)
-        return ~word & word.roll(1, 1) | self.extra(u)
+        return ~word & word.roll(1, 1)
 
 
 class EveryByte(Fixed):
@@ -122,7 +117,7 @@ class BPE(Fixed):
         for row, marks in zip(x[:, 1:].tolist(), a):
             lengths = torch.tensor(self.token_lengths(bytes(row)), dtype=torch.int64)
             marks[1 + lengths.cumsum(0)] = True
-        return a[:, :-1].to(x.device) | self.extra(u)
+        return a[:, :-1].to(x.device)
 
     def token_lengths(self, row):
         """The bytes in each token. A byte that is not UTF-8, as in a cut character, is a token."""
@@ -140,15 +135,15 @@ class BPE(Fixed):
 class Taught(Fixed):
     """Tokens end where a finished model's p is above 1/2: shows what the places alone are worth."""
 
-    def __init__(self, hp):
+    def __init__(self, hp, load_model):
         super().__init__(hp)
-        teacher, _ = load_checkpoint(hp.system)
+        teacher, _ = load_model(hp.system)
         self.teacher = (teacher,)  # in a tuple, so that its weights are not this model's
 
     @torch.no_grad()
     def rule(self, x, u):
         _, _, _, a = self.teacher[0].to(x.device)(x, x, torch.full_like(u, 0.5))
-        return a | self.extra(u)
+        return a
 
 
 def mean_pool(X, a, M):
@@ -186,7 +181,8 @@ class Gumbel(System):
         X = self.encode(x)
         with torch.autocast(X.device.type, enabled=False):
             l = self.boundary_mlp(self.boundary_norm(X).float())[..., 0]  # (B, N)
-            l = l + torch.logit(self.target)
+            target = self.hp.downsample_rate_target
+            l = l + math.log(target / (1 - target))
         soft = torch.sigmoid((l - torch.logit(u, eps=1e-6)) / TEMPERATURE)
         hard = soft > 0.5
         hard[:, 0] = True
@@ -197,14 +193,15 @@ class Gumbel(System):
         pooled = mean_pool(X, a.float(), positions.size(1))  # (B, M, D)
         null = self.null.to(X.dtype).expand(len(x), 1, -1)
         pooled = torch.cat((null, pooled[:, 1:]), dim=1).flatten(0, 1)[slots]  # (T, D)
-        tokens = self.run(self.middle, pooled, positions, slots)
+        tokens = self.transform(self.middle, pooled, positions, slots)
         return self.decode(self.upsample(X, tokens, reads)), l, a
 
     def boundary_loss(self, l, a):
         """The prior: -log Binomial(N - 1, target) at the number of boundaries, divided by N."""
         N = a.size(1)
         boundaries = a[:, 1:].float().sum(1)
-        prior = torch.distributions.Binomial(N - 1, self.target, validate_args=False)
+        prior = torch.distributions.Binomial(
+            N - 1, torch.tensor(self.hp.downsample_rate_target, device=a.device), validate_args=False)
         return -prior.log_prob(boundaries).mean() / N
 
 
@@ -242,19 +239,19 @@ class HNet(System):
             p = F.pad(p, (1, 0), value=1.0)  # (B, N)
         a = p >= 0.5
         ends, reads, positions, slots = token_layout(a)
-        tokens = F.embedding(ends, X.flatten(0, 1))  # (T, D)
-        tokens = self.run(self.middle, tokens, positions, slots).float()
+        tokens = take(X.flatten(0, 1), ends)  # (T, D)
+        tokens = self.transform(self.middle, tokens, positions, slots).float()
         rows = tokens.new_zeros(positions.numel(), X.size(-1)).index_copy(0, slots, tokens)
         rows = rows.view(*positions.shape, -1)  # (B, M, D)
         smoothed = smooth(rows, p.gather(1, positions)).flatten(0, 1)
         confidence = torch.where(a, p, 1 - p)
         confidence = confidence + (1 - confidence).detach()  # straight-through: its value is 1
-        Y = confidence[..., None] * F.embedding(slots[reads], smoothed) + self.residual(X)
+        Y = confidence[..., None] * take(smoothed, slots[reads]) + self.residual(X)
         return self.decode(Y.type_as(X)), torch.logit(p, eps=1e-6), a
 
     def boundary_loss(self, l, a):
         """The ratio loss, n / (n - 1) ((n - 1) F G + (1 - F) (1 - G)), with n = 1 / target."""
-        n = 1 / self.target
+        n = 1 / self.hp.downsample_rate_target
         fraction = a.float().mean()  # F
         mean_p = l.sigmoid().mean()  # G
         ratio = (n - 1) * fraction * mean_p + (1 - fraction) * (1 - mean_p)
@@ -266,10 +263,13 @@ SYSTEMS = {
     "none": EveryByte, "gumbel": Gumbel, "hnet": HNet}
 
 
-def make_system(hp):
-    """A new model of a system other than learned. UserError: there is no such system."""
+def make_system(hp, load_model):
+    """A new model of a system other than learned. UserError: there is no such system.
+
+    load_model is common.checkpoint's, which imports this module.
+    """
     if hp.system.endswith(".pt"):
-        return Taught(hp)
+        return Taught(hp, load_model)
     if hp.system not in SYSTEMS:
         raise UserError(f"system={hp.system!r} must be learned, {', '.join(SYSTEMS)}, or a "
                         "checkpoint's path, which ends in .pt")

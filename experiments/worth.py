@@ -13,14 +13,14 @@ middle of a validation row, as bars above the characters.
 import string
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from configurator import (
-    UserError, argument_parser, characters, device_and_dtype, load_checkpoint, run, say)
+from common.checkpoint import device_and_dtype, load_model
+from common.commandline import UserError, argument_parser, run_program, say
+from common.text import characters
 from experiments.compare import table
 from experiments.figures import LEGEND, svg, svg_cell
 from experiments.page import cell_colours, write
@@ -42,7 +42,7 @@ def flip(model, x, y, u, i):
     rows = torch.arange(len(x), device=x.device)
     drawn = a[rows, i]
     a[rows, i] = ~drawn
-    flipped = model.head(model.after_encoder(model.encode(x), a), y)
+    flipped = model.head.logp(model.decoded(model.encode(x), a), y)
     gain = torch.where(drawn[:, None], logp - flipped, flipped - logp)  # 0 before i
     distance = torch.arange(x.size(1), device=x.device) - i[:, None]
     sums = [(gain * (distance < reach)).sum(1) for reach in (4, 33, x.size(1))]
@@ -96,18 +96,17 @@ def main(argv=None):
     parser.add_argument("checkpoint", help="ckpt.pt of train.py")
     parser.add_argument("--flips", type=int, default=2048, help="for the table (%(default)s)")
     options = parser.parse_args(argv)
-    model, _ = load_checkpoint(options.checkpoint)
+    model, _ = load_model(options.checkpoint)
     if model.hp.system != "learned":
         raise UserError(f"{options.checkpoint} is of system={model.hp.system}; give a learned one")
     device, _ = device_and_dtype("auto", "float32")
     model.to(device)
-    hp = SimpleNamespace(
-        **vars(model.hp) | {"seed": 0, "batch_size": ROWS, "effective_batch_size": ROWS})
+    hp = model.hp
     shards = open_shards(hp.data, "val", hp.seq_len)
     torch.manual_seed(0)
     flips = defaultdict(list)
     for first_row in tqdm(range(0, options.flips, ROWS), disable=None):
-        [(x, y, u)] = micro_batches(shards, first_row, hp, 0, 1, device)
+        [(x, y, u)] = micro_batches(shards, first_row, ROWS, ROWS, 0, 0, 1, device)
         i = torch.randint(1, hp.seq_len, (ROWS,)).to(device)
         for row, k, values in zip(x.tolist(), i.tolist(), flip(model, x, y, u, i).tolist()):
             after_word = chr(row[k - 1]) in string.ascii_letters + string.digits
@@ -122,4 +121,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -13,7 +13,8 @@ import torch
 import configurator
 import sample
 import train
-from configurator import UserError, check, read_command_line
+from common.commandline import UserError, read_command_line
+from train import check
 from conftest import ROOT, run
 
 

@@ -11,12 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model as model_file
 import train
-from configurator import UserError, load_checkpoint
+from common.checkpoint import load_model, make_model
+from common.commandline import UserError
 from conftest import TINY
 from experiments import bench, compare
-from experiments.measures import flops_per_byte, muon_flops, paper_flops_per_byte, row_flops
+from experiments.flops import flops_per_byte, muon_flops, paper_flops_per_byte, row_flops
 from experiments.systems import SYSTEMS, Fixed
-from model import BOS, make_model
+from model import BOS
 from train import Hyperparameters, make_optimizer
 
 
@@ -98,7 +99,7 @@ def test_the_table_and_figure_show_means_and_costs(tmp_path, trained, monkeypatc
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     monkeypatch.setattr(compare, "flops_per_byte", lambda model, rate: rate / 10)
     monkeypatch.setattr(compare, "paper_flops_per_byte", lambda model, rate: rate)
-    _, saved = load_checkpoint(trained / "ckpt.pt")
+    _, saved = load_model(trained / "ckpt.pt")
     saved["config"]["training_bytes"] = 4e6
     for i, (system, seed) in enumerate([("learned", 1), ("learned", 2), ("uniform", 1)]):
         folder = tmp_path / f"runs/{system}-{seed}"
@@ -161,7 +162,7 @@ def test_a_new_rule_is_compared_once_it_is_in_SYSTEMS(data, tmp_path, monkeypatc
     assert learned[:2] == ["learned", "2 of 2"]
     assert vowels[:2] == ["end-of-vowel", "2 of 2"]
     for seed in (7, 8):
-        _, saved = load_checkpoint(tmp_path / f"try/runs/learned-{seed}/ckpt.pt")
+        _, saved = load_model(tmp_path / f"try/runs/learned-{seed}/ckpt.pt")
         assert saved["config"]["seed"] == seed
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import train
-from configurator import UserError, read_checkpoint
+from common.checkpoint import make_model, read_checkpoint
+from common.commandline import UserError
 from experiments import evaluate, worth
-from model import BOS, make_model
+from model import BOS
 from test_model import small_model, some_bytes, uniforms_for
 
 ROWS = {

@@ -5,7 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as m
-from model import BOS, Block, make_model
+from common.checkpoint import make_model
+from model import BOS, Block
 from train import Hyperparameters
 
 
@@ -217,10 +218,10 @@ def test_the_middle_sees_a_rows_own_tokens_at_their_bytes_positions(rates, T, pl
     a[:, 0] = True
     assert [z.numel() for z in m.token_layout(a)[::2]] == [T, places]
     X = torch.randn(*a.shape, 32, requires_grad=True)
-    Z, rows = model.after_encoder(X, a), []
+    Z, rows = model.decoded(X, a), []
     for b in range(len(a)):
         at = a[b].nonzero()[:, 0]
-        tokens = model.run(model.middle, X[b : b + 1, at], at)[0]
+        tokens = model.transform(model.middle, X[b : b + 1, at], at)[0]
         reads = torch.tensor([sum(at <= i) - 1 for i in range(40)])
         rows.append(model.upsample(X[b], tokens, reads))
     expected, parameters = model.decode(torch.stack(rows)), [X, *model.middle.parameters()]

@@ -16,7 +16,8 @@ import torch
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
-from configurator import UserError, load_checkpoint
+from common.checkpoint import load_model
+from common.commandline import UserError
 from conftest import ROOT
 from experiments import figures, machine_code, page
 from sample import scored
@@ -90,7 +91,7 @@ def test_a_page_shows_a_text_or_generates_one_and_is_small(trained, tmp_path, ca
     (tmp_path / "a").write_text(text)
     page.main([f"--out_dir={trained}", f"--score={tmp_path}/a", f"--html={tmp_path}/a.html"])
     made = (tmp_path / "a.html").read_text()
-    model, _ = load_checkpoint(trained / "ckpt.pt")
+    model, _ = load_model(trained / "ckpt.pt")
     torch.manual_seed(0)
     assert cells(made) == cells(page.as_html({"": list(scored(model, text.encode()))}))
     assert len(made.encode()) < 40 * len(text) + 20_000
@@ -272,7 +273,7 @@ def test_tokens_in_machine_code_are_counted_on_the_first_bytes_of_instructions(
     steps = [(byte, place in (1, 3, 6), 0.5, place) for place, byte in enumerate(code)]
     monkeypatch.setattr(machine_code.subprocess, "run",
                         lambda *_, **__: SimpleNamespace(stdout=printed))
-    monkeypatch.setattr(machine_code, "load_checkpoint", lambda path: (None, None))
+    monkeypatch.setattr(machine_code, "load_model", lambda path: (None, None))
     monkeypatch.setattr(machine_code, "scored", lambda model, code: steps)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.text").write_bytes(code)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import prepare
-from configurator import UserError
+from common.commandline import UserError
 from conftest import ROOT, run
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import sample
-from configurator import UserError, characters, marked
+from common.commandline import UserError
+from common.text import characters, marked
 from conftest import ROOT, run
 from model import BOS
 from test_model import small_model, some_bytes, uniforms_for

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 
 import sample
 import train
-from configurator import UserError, load_checkpoint
+from common.checkpoint import load_model, make_model
+from common.commandline import UserError
 from conftest import TINY
 from experiments.systems import SYSTEMS
-from model import BOS, make_model
+from model import BOS
 from prepare import open_shards
 from test_model import some_bytes, uniforms_for
 
@@ -176,7 +177,7 @@ def test_a_training_step_takes_the_gradient_of_the_systems_own_loss(name, data, 
     log = [json.loads(line) for line in open(tmp_path / "out/log.jsonl")]
     step, = (record for record in log if "grad_norm" in record)
 
-    trained, _ = load_checkpoint(tmp_path / "out/ckpt.pt")
+    trained, _ = load_model(tmp_path / "out/ckpt.pt")
     torch.manual_seed(trained.hp.seed)
     model = make_model(trained.hp).train()
     shards = open_shards(data, "train", 32)
@@ -201,7 +202,7 @@ def test_a_system_trains_resumes_and_writes(name, toy_bpe, data, tmp_path):
     train.main([*flags, f"--training_bytes={8 * 4 * 32}", "--resume=True"])
     log = [json.loads(line) for line in open(tmp_path / "out/log.jsonl")]
     assert [record["step"] for record in log if "auto" in record] == list(range(1, 9))
-    model, _ = load_checkpoint(tmp_path / "out/ckpt.pt")
+    model, _ = load_model(tmp_path / "out/ckpt.pt")
     assert type(model) is SYSTEMS[name]
     assert len([*sample.generate(model, torch.tensor([[BOS, 65, 66]]), 5, 1.0, 50)]) == 7
 
@@ -229,7 +230,7 @@ def test_a_taught_model_resumes_with_its_teacher_and_needs_it(data, trained, tmp
     train.main([*flags, "--training_bytes=1024", "--resume=True"])
     os.remove(teacher)
     with pytest.raises(UserError, match="no checkpoint .*teacher.pt"):
-        load_checkpoint(tmp_path / "out/ckpt.pt")
+        load_model(tmp_path / "out/ckpt.pt")
 
 
 @pytest.mark.paper
@@ -278,7 +279,7 @@ def test_gumbel_computes_its_equations_position_by_position_forward_and_gradient
         members = range(ends[s - 1] + 1, end + 1)
         weights = [1 - s + sum(drawn[:i]) for i in members]
         tokens.append(sum(w * X[0, i] for w, i in zip(weights, members)) / sum(weights))
-    tokens = model.run(model.middle, torch.stack(tokens)[None], torch.tensor([ends]))[0]
+    tokens = model.transform(model.middle, torch.stack(tokens)[None], torch.tensor([ends]))[0]
     Y = torch.stack([X[0, i] + tokens[sum(hard[: i + 1]) - 1] for i in range(N)])
     assert_same_gradients(Z, model.decode(Y[None]), [
         model.boundary_mlp[0].weight, model.boundary_mlp[2].bias, model.boundary_norm.weight,
@@ -309,7 +310,7 @@ def test_hnet_computes_its_equations_position_by_position_forward_and_gradient()
     assert ends == a[0].nonzero()[:, 0].tolist()
     assert 3 < len(ends) < 28
     torch.testing.assert_close(l[0].sigmoid(), torch.stack(p), atol=1e-5, rtol=0)
-    y = model.run(model.middle, X[:, ends], torch.tensor([ends]))[0]
+    y = model.transform(model.middle, X[:, ends], torch.tensor([ends]))[0]
     Y, z, t = [], None, -1
     for i in range(30):
         if i in ends:

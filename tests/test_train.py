@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train
-from configurator import UserError, load_checkpoint, read_command_line
+from common.checkpoint import load_model, make_model
+from common.commandline import UserError, read_command_line
 from conftest import ROOT, TINY, run
-from model import BOS, UNet, make_model
+from model import BOS, UNet
 from prepare import open_shards
 from test_model import small_model, some_bytes, uniforms_for
 
@@ -72,7 +73,7 @@ def test_training_steps_are_those_of_the_written_equations(quick, data, tmp_path
         f"--learning_rate={lr}", f"--warmup_bytes={warmup}", f"--muon_learning_rate={muon_lr}",
         f"--cosine={not quick}",
         f"--policy_learning_rate={policy_lr}", f"--weight_decay={decay}", f"--grad_clip={clip}"])
-    trained, _ = load_checkpoint(tmp_path / "ckpt.pt")
+    trained, _ = load_model(tmp_path / "ckpt.pt")
     reached = dict(trained.named_parameters())
     logged = [record for record in log_of(tmp_path) if "auto" in record]
 
@@ -110,7 +111,7 @@ def test_training_steps_are_those_of_the_written_equations(quick, data, tmp_path
             x = torch.cat((torch.full((4, 1), BOS), y[:, :-1]), 1)
             X = model.encode(x)
             a, l = drawn(model.policy(X, model.target), torch.from_numpy(u[part]))
-            logp = log_p(model.head, model.after_encoder(X, a), y)
+            logp = log_p(model.head, model.decoded(X, a), y)
             early_logp = log_p(model.early_head, X, y)
             L_auto, L_early = -logp.mean(), -early_logp.mean()
             G = (logp - early_logp).detach() @ discount.T
@@ -364,7 +365,7 @@ def test_each_process_has_a_gpu_of_its_own_and_apples_do_not_compile(
     monkeypatch.setattr(train, "device_and_dtype", lambda *_: (device, "float32"))
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: model)
-    monkeypatch.setattr(train, "prepare_torch", lambda *_: None)
+    monkeypatch.setattr(train, "set_up_torch", lambda *_: None)
     monkeypatch.setattr(torch.amp, "GradScaler", lambda *_, **__: None)
     monkeypatch.setattr(train, "compile_model", lambda model: calls.append("compiled"))
     monkeypatch.setattr(train, "make_optimizer", stop)
@@ -527,7 +528,7 @@ def test_a_run_begins_with_anothers_weights_and_hyperparameters_and_its_own_sche
 def test_a_part_that_is_frozen_or_unused_stays_as_it_is_and_the_rest_learns(
         data, tmp_path, monkeypatch):
     """A layer of the middle is left out of every other step."""
-    make_model, run_blocks = train.make_model, UNet.run
+    make_model, run_blocks = train.make_model, UNet.transform
 
     def frozen(hp):
         model = make_model(hp)
@@ -542,7 +543,7 @@ def test_a_part_that_is_frozen_or_unused_stays_as_it_is_and_the_rest_learns(
 
     calls = itertools.count()
     monkeypatch.setattr(train, "make_model", frozen)
-    monkeypatch.setattr(UNet, "run", sometimes)
+    monkeypatch.setattr(UNet, "transform", sometimes)
     flags = [*TINY, f"--data={data}", f"--out_dir={tmp_path}", "--n_mid_layers=2"]
     train.main([*flags, f"--training_bytes={2 * STEP}"])
     before = torch.load(tmp_path / "ckpt.pt")["model"]
@@ -657,7 +658,7 @@ def test_a_flag_given_on_resume_overrides_the_checkpoint(trained, tmp_path, monk
              "muon_learning_rate": 1e-3}
     train.main([f"--out_dir={tmp_path}/out", "--resume=True",
                 *[f"--{key}={value}" for key, value in flags.items()]])
-    model, saved = load_checkpoint(tmp_path / "out/ckpt.pt")
+    model, saved = load_model(tmp_path / "out/ckpt.pt")
     assert {key: saved["config"][key] for key in flags} == flags
     assert model.hp.downsample_rate_target == 0.4
     assert model.target == pytest.approx(0.4)
@@ -701,7 +702,7 @@ def test_a_hyperparameter_that_a_checkpoint_lacks_has_its_default_in_training(tr
     del saved["config"]["policy_window"]
     torch.save(saved, tmp_path / "out/ckpt.pt")
     with pytest.raises(UserError, match="another version of train.py wrote .*policy_window"):
-        load_checkpoint(tmp_path / "out/ckpt.pt")
+        load_model(tmp_path / "out/ckpt.pt")
 
 
 @pytest.mark.parametrize("how", [["--learning_rate=1e30"], ["--learning_rate=1e9", NEVER]])

@@ -37,8 +37,8 @@ def row_flops(model, rate):
 def muon_flops(model):
     """FLOPs of a step of Muon: three matrix products per Newton-Schulz iteration."""
     flops = 0
-    for group in make_optimizer(model, model.hp).param_groups:
-        if group["muon"]:
+    for group in make_optimizer(model, model.hp, "float32").param_groups:
+        if group.get("muon"):
             for p in group["params"]:
                 small, large = sorted(p.shape)
                 flops += 5 * (4 * small**2 * large + 2 * small**3)

@@ -1,0 +1,83 @@
+"""Devices, train.py's checkpoints, and the models in them."""
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from common.commandline import UserError
+from model import Model
+
+
+def device_and_dtype(device, dtype):
+    """The device type and the dtype that "auto" stands for. UserError if torch lacks the device."""
+    available = [kind for kind in ("cuda", "mps", "cpu") if getattr(torch, kind).is_available()]
+    if device == "auto":
+        device = available[0]
+    if device not in available:
+        raise UserError(f"device={device!r} must be auto or one that torch finds: {available}")
+    if dtype == "auto":
+        dtype = "float32"
+        if device == "cuda":
+            dtype = "float16"  # T4 and V100 lack bfloat16
+            if torch.cuda.is_bf16_supported(including_emulation=False):
+                dtype = "bfloat16"
+        elif torch.cpu.get_capabilities().get("avx512_bf16"):  # no Mac has it
+            dtype = "bfloat16"
+    return device, dtype
+
+
+def save_checkpoint(path, saved):
+    """Writes a checkpoint. A crash or a full disk leaves the one before it as it was."""
+    part = path.with_suffix(".part")
+    try:
+        with open(part, "wb") as file:
+            torch.save(saved, file)
+        part.replace(path)
+    except (OSError, RuntimeError) as error:  # torch's own error hides the OSError
+        part.unlink(missing_ok=True)
+        raise UserError(
+            f"cannot write {path} (is the disk full?): {error.__context__ or error}") from error
+
+
+def read_checkpoint(path):
+    """What train.py saved, on the CPU. UserError if there is nothing, or nothing that fits."""
+    if not Path(path).exists():
+        raise UserError(f"there is no checkpoint {path}; train.py writes one")
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved["config"]["system"], saved["model"].keys()
+    except Exception as error:  # damaged bytes can raise nearly anything
+        raise UserError(f"cannot read the checkpoint {path}; is it damaged? {error}") from error
+    return saved
+
+
+def make_model(hp):
+    """A new model of hp.system; hp has an attribute for each hyperparameter. Or UserError."""
+    if hp.system == "learned":
+        return Model(hp)
+    from experiments.systems import make_system  # here, so that experiments/ may be deleted
+    return make_system(hp, load_model)
+
+
+def load_weights(model, saved, path):
+    """Loads the weights that train.py saved in path. UserError if they are not this model's."""
+    for key in "seq_len", "num_heads":  # the weights would fit, but mean something else
+        old = saved["config"][key]
+        if getattr(model.hp, key) != old:
+            raise UserError(f"{key} cannot change; it was {old} in {path}")
+    try:
+        model.load_state_dict(saved["model"])
+    except RuntimeError as error:
+        start = str(error)[:200]  # all of it names every parameter
+        raise UserError(f"{path} does not fit the model: {start}...") from error
+
+
+def load_model(path):
+    """The saved model, in evaluation mode on the CPU, and the checkpoint. Raises UserError."""
+    saved = read_checkpoint(path)
+    try:
+        model = make_model(SimpleNamespace(**saved["config"]))
+    except AttributeError as error:  # a hyperparameter that did not exist
+        raise UserError(f"another version of train.py wrote {path}: {error}") from error
+    load_weights(model, saved, path)
+    return model.eval(), saved

@@ -1,0 +1,47 @@
+"""Text with boundaries: the characters of a stream of bytes, and marks where tokens end."""
+import os
+import sys
+
+PALETTE = 33, 75, 110, 145, 186, 220, 226  # of a terminal's 256 colours, from blue to yellow
+# Unicode's pictures of control characters; a newline stays
+CONTROLS = {code: 0x2400 + code for code in range(32) if code != 10} | {127: "␡"}
+CONTROLS |= {code: "␛" + chr(code - 64) for code in range(128, 160)}
+
+
+def printable(text):
+    """Text with pictures in place of control characters, except newlines."""
+    return text.translate(CONTROLS)
+
+
+def characters(stream):
+    """Decodes a stream of (byte, a, p, ...) as UTF-8 and yields (character, a, p).
+
+    A character's a says whether any of its bytes ends a token; its p is that of its last byte.
+    Invalid bytes become U+FFFD, a byte and the continuation bytes after it at a time.
+    """
+    text, a = b"", False
+    for byte, next_a, next_p, *_ in stream:
+        # text is a whole character, or this byte cannot continue it
+        if text.decode(errors="ignore") or text and not 128 <= byte < 192:
+            yield printable(text.decode(errors="replace")), a, p
+            text, a = b"", False
+        text += bytes([byte])
+        a = a or next_a
+        p = next_p
+    if text:
+        yield printable(text.decode(errors="replace")), a, p
+
+
+def marked(stream):
+    """Yields the characters of a stream of (byte, a, p, ...), with a mark where each token ends.
+
+    On a terminal, each character is coloured by p, unless NO_COLOR is set.
+    """
+    # a notebook, or a program's own sys.stdout, may have neither attribute
+    colour = getattr(sys.stdout, "isatty", bool)() and "NO_COLOR" not in os.environ
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    mark = "│" if "│".encode(encoding, "ignore") else "|"
+    for text, a, p in characters(stream):
+        if colour:
+            text = f"\x1b[38;5;{PALETTE[round(6 * float(p))]}m{text}\x1b[0m"
+        yield text + mark if a else text
