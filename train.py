@@ -210,7 +210,7 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
     Returns the terms of the loss and more for the log, scalar tensors that are means over the
     micro-batches, and the gradient's norm.
     """
-    target = hp.downsample_rate_target
+    target = torch.tensor(hp.downsample_rate_target)
     logged = {}
     for x, y, u in batches:
         with autocast:
@@ -219,6 +219,7 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
         L, terms = system_losses(logp, early_logp, l, a, hp)
         scaler.scale(L / len(batches)).backward()
         p = l.detach().sigmoid()
+        terms["bpb"] = terms["auto"] / math.log(2)
         terms["rate"] = a.float().mean()
         # the mean of p (1 - p), relative to that of p = target; it can exceed 1
         terms["undecided"] = (p * (1 - p)).mean() / (target * (1 - target))
@@ -492,13 +493,12 @@ def train(hp, saved):
             speed = step_bytes / np.mean(seconds[1:] or seconds)  # the first one may compile
             seconds.clear()
             if RANK == 0:
-                bpb = logged["auto"] / math.log(2)
                 minutes = (end - bytes_seen) / speed / 60
                 write_record(log, {
-                    "step": step, "bytes": bytes_seen, **logged, "bpb": bpb,
-                    "grad_norm": grad_norm, "bytes_per_second": speed, "minutes_left": minutes})
-                say(f"step {step} {bytes_seen:,} bytes | {bpb:.3f} bits/byte, rate "
-                    f"{logged['rate']:.3f}, {logged['undecided']:.0%} undecided | "
+                    "step": step, "bytes": bytes_seen, **logged, "grad_norm": grad_norm,
+                    "bytes_per_second": speed, "minutes_left": minutes})
+                say(f"step {step} {bytes_seen:,} bytes | {logged['bpb']:.3f} bits/byte, "
+                    f"rate {logged['rate']:.3f}, {logged['undecided']:.0%} undecided | "
                     f"{speed:,.0f} bytes/s, {minutes:.1f} min left")
 
     if RANK == 0 and finished and step == first_step:
