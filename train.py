@@ -32,7 +32,7 @@ from common.checkpoint import (
     device_and_dtype, load_weights, make_model, read_checkpoint, save_checkpoint)
 from common.commandline import UserError, read_command_line, run_program, say
 from common.muon import MuonAdamW
-from common.text import characters, marked
+from common.text import characters, in_word, marked
 from model import BOS, Block, Head, Policy
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes; torchrun sets it
@@ -296,7 +296,7 @@ def share_outside_words(x, a):
     A token may end at any of a character's bytes; two in the same character count as one.
     """
     x, a = (z[:, 1:].flatten().tolist() for z in (x, a))  # without <bos>
-    outside = [not character.isalnum() for character, end, _ in characters(zip(x, a, a)) if end]
+    outside = [not in_word(text) for text, end, _ in characters(zip(x, a, a)) if end]
     return sum(outside) / max(len(outside), 1)
 
 

@@ -39,15 +39,25 @@ def save_checkpoint(path, saved):
             f"cannot write {path} (is the disk full?): {error.__context__ or error}") from error
 
 
+def checkpoint_path(path):
+    """The path of a checkpoint; of a folder, that of the checkpoint in it."""
+    path = Path(path).expanduser()
+    return path / "ckpt.pt" if path.is_dir() or path.suffix != ".pt" else path
+
+
 def read_checkpoint(path):
-    """What train.py saved, on the CPU. UserError if there is nothing, or nothing that fits."""
-    if not Path(path).exists():
+    """What train.py saved, on the CPU. UserError if there is nothing, or nothing that fits.
+
+    path is the file or its folder.
+    """
+    path = checkpoint_path(path)
+    if not path.exists():
         raise UserError(f"there is no checkpoint {path}; train.py writes one")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         saved["config"]["system"], saved["model"].keys()
     except Exception as error:  # damaged bytes can raise nearly anything
-        raise UserError(f"cannot read the checkpoint {path}; is it damaged? {error}") from error
+        raise UserError(f"{path} is damaged, or is no checkpoint of train.py") from error
     return saved
 
 
@@ -55,21 +65,25 @@ def make_model(hp):
     """A new model of hp.system; hp has an attribute for each hyperparameter. Or UserError."""
     if hp.system == "learned":
         return Model(hp)
-    from experiments.systems import make_system  # here, so that experiments/ may be deleted
+    try:
+        from experiments.systems import make_system  # here, so that experiments/ may be deleted
+    except ModuleNotFoundError as error:
+        raise UserError(f"system={hp.system!r} needs the folder experiments/: {error}") from error
     return make_system(hp, load_model)
 
 
 def load_weights(model, saved, path):
     """Loads the weights that train.py saved in path. UserError if they are not this model's."""
-    for key in "seq_len", "num_heads":  # the weights would fit, but mean something else
-        old = saved["config"][key]
-        if getattr(model.hp, key) != old:
-            raise UserError(f"{key} cannot change; it was {old} in {path}")
+    for key in (
+            "system", "embedding_dim", "n_down_layers", "n_mid_layers", "n_up_layers",
+            "policy_window", "num_heads", "seq_len"):  # of the last two the weights know nothing
+        old, new = saved["config"].get(key), getattr(model.hp, key)
+        if new != old:
+            raise UserError(f"{key} cannot change; it was {old!r} in {path}, now it is {new!r}")
     try:
         model.load_state_dict(saved["model"])
-    except RuntimeError as error:
-        start = str(error)[:200]  # all of it names every parameter
-        raise UserError(f"{path} does not fit the model: {start}...") from error
+    except RuntimeError as error:  # it lists all parameters
+        raise UserError(f"{path} does not fit the model, whose code has changed") from error
 
 
 def load_model(path):

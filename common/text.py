@@ -1,6 +1,7 @@
 """Text with boundaries: the characters of a stream of bytes, and marks where tokens end."""
 import os
 import sys
+import unicodedata
 
 PALETTE = 33, 75, 110, 145, 186, 220, 226  # of a terminal's 256 colours, from blue to yellow
 # Unicode's pictures of control characters; a newline stays
@@ -13,16 +14,22 @@ def printable(text):
     return text.translate(CONTROLS)
 
 
+def in_word(character):
+    """Whether a character is a letter, a digit or a mark on a letter, such as an accent."""
+    return character.isalnum() or unicodedata.category(character[0])[0] == "M"
+
+
 def characters(stream):
     """Decodes a stream of (byte, a, p, ...) as UTF-8 and yields (character, a, p).
 
     A character's a says whether any of its bytes ends a token; its p is that of its last byte.
-    Invalid bytes become U+FFFD, a byte and the continuation bytes after it at a time.
+    Invalid bytes become U+FFFD, a byte and up to three continuation bytes after it at a time.
     """
     text, a = b"", False
     for byte, next_a, next_p, *_ in stream:
         # text is a whole character, or this byte cannot continue it
-        if text.decode(errors="ignore") or text and not 128 <= byte < 192:
+        whole = text.decode(errors="ignore") or len(text) == 4
+        if whole or text and not 128 <= byte < 192:
             yield printable(text.decode(errors="replace")), a, p
             text, a = b"", False
         text += bytes([byte])
@@ -38,7 +45,7 @@ def marked(stream):
     On a terminal, each character is coloured by p, unless NO_COLOR is set.
     """
     # a notebook, or a program's own sys.stdout, may have neither attribute
-    colour = getattr(sys.stdout, "isatty", bool)() and "NO_COLOR" not in os.environ
+    colour = getattr(sys.stdout, "isatty", bool)() and not os.environ.get("NO_COLOR")
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     mark = "│" if "│".encode(encoding, "ignore") else "|"
     for text, a, p in characters(stream):

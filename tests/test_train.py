@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,7 +32,9 @@ STEP = 4 * 32  # bytes in a training step of TINY
 
 
 def log_of(out):
-    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    """The records of steps and evaluations, without headers."""
+    records = map(json.loads, (out / "log.jsonl").read_text().splitlines())
+    return [record for record in records if "step" in record]
 
 
 def steps_of(out):
@@ -54,8 +57,8 @@ def test_training_steps_are_those_of_the_written_equations(quick, data, tmp_path
     """Six steps of 8 rows in two micro-batches, against a loop that shares only the model.
 
     Covers row order, draws, eq. 15-18 and 24-27, clipping, AdamW, Muon and what they decay,
-    warm-up, the policy's own learning rate, a target that falls for four steps, and the terms of
-    the second micro-batch, which are logged. A cosine goes without Muon, as in the paper.
+    warm-up, the policy's own learning rate, and what is logged. A cosine goes without Muon, as in
+    the paper.
     """
     N, rows_per_step, steps, seed = 32, 8, 6, 7
     lr, policy_lr, decay = 1e-2, 0.05, 0.5
@@ -65,8 +68,7 @@ def test_training_steps_are_those_of_the_written_equations(quick, data, tmp_path
     warmup = 2 * rows_per_step * N
     train.main([
         *TINY, f"--data={data}", f"--out_dir={tmp_path}", f"--seed={seed}",
-        f"--gamma={gamma}", f"--lambda_pi={lambda_pi}", "--downsample_rate_start=0.7",
-        f"--pruning_bytes={4 * rows_per_step * N}",
+        f"--gamma={gamma}", f"--lambda_pi={lambda_pi}",
         f"--lambda_target={lambda_target}", f"--lambda_early={lambda_early}",
         f"--effective_batch_size={rows_per_step}", "--batch_size=4",
         f"--training_bytes={total - 99}",
@@ -103,14 +105,14 @@ def test_training_steps_are_those_of_the_written_equations(quick, data, tmp_path
     for step in range(1, steps + 1):
         first_row = (step - 1) * rows_per_step
         u = np.random.default_rng([seed, first_row, 1]).random((rows_per_step, N), np.float32)
-        model.target.fill_(target + max(0.7 - target, 0) * max(1 - (step - 1) / 4, 0))
         L = 0
+        expected = Counter()  # means over the micro-batches
         for part in (slice(0, 4), slice(4, 8)):
             numbers = order[first_row : first_row + rows_per_step][part]
             y = torch.from_numpy(rows[numbers].astype(int))
             x = torch.cat((torch.full((4, 1), BOS), y[:, :-1]), 1)
             X = model.encode(x)
-            a, l = drawn(model.policy(X, model.target), torch.from_numpy(u[part]))
+            a, l = drawn(model.policy(X), torch.from_numpy(u[part]))
             logp = log_p(model.head, model.decoded(X, a), y)
             early_logp = log_p(model.early_head, X, y)
             L_auto, L_early = -logp.mean(), -early_logp.mean()
@@ -119,14 +121,16 @@ def test_training_steps_are_those_of_the_written_equations(quick, data, tmp_path
             log_pi = torch.where(a, l.sigmoid(), 1 - l.sigmoid()).log()
             L_pi = -(log_pi * A)[:, 1:].sum() / a.numel()
             p = l.sigmoid().detach()
-            L_tgt = l.mean() * (p.mean() - model.target)
+            L_tgt = l.mean() * (p.mean() - target)
             L = L + (L_auto + lambda_early * L_early + lambda_pi * L_pi + lambda_target * L_tgt) / 2
-        expected = {
-            "auto": L_auto, "early": L_early, "pi": L_pi, "target": L_tgt,
-            "advantage_std": A.std(), "rate": a.float().mean(),
-            "undecided": (p * (1 - p)).mean() / (model.target * (1 - model.target))}
+            parts = {
+                "auto": L_auto, "early": L_early, "pi": L_pi, "target": L_tgt,
+                "bpb": L_auto / math.log(2), "rate": a.float().mean(),
+                "undecided": (p * (1 - p)).mean() / (target * (1 - target)),
+                "variance_removed": 1 - A.var() / (logp.detach() @ discount.T).var()}
+            expected.update({name: value.item() / 2 for name, value in parts.items()})
         for name, value in expected.items():
-            assert logged[step - 1][name] == pytest.approx(value.item(), rel=1e-3, abs=1e-4), name
+            assert logged[step - 1][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
         model.zero_grad()
         L.backward()
         norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt().item()
@@ -187,7 +191,7 @@ def test_the_policy_loss_has_the_gradient_of_the_expected_loss_on_average(B):
     expected = 0
     for numbers in itertools.product(range(4), repeat=B):
         *outputs, pi = passes(possible[list(numbers)])
-        _, terms = train.losses(*outputs, 0.2, hp)
+        _, terms = train.losses(*outputs, hp)
         expected = expected + pi.prod().detach() * gradient(terms["pi"])
     exact = 0
     for a in possible:
@@ -199,7 +203,7 @@ def test_the_policy_loss_has_the_gradient_of_the_expected_loss_on_average(B):
 
 def test_the_forced_position_teaches_the_policy_nothing():
     l = torch.randn(6, 5, requires_grad=True)
-    _, terms = train.losses(torch.randn(6, 5), torch.randn(6, 5), l, torch.ones(6, 5), 0.2,
+    _, terms = train.losses(torch.randn(6, 5), torch.randn(6, 5), l, torch.ones(6, 5),
                             train.Hyperparameters())
     terms["pi"].backward()
     assert not l.grad[:, 0].any()
@@ -219,13 +223,12 @@ def test_the_discounted_return_is_the_sum_from_the_right(gamma):
 def test_every_epoch_reads_every_row_once_in_its_own_order_on_any_number_of_processes():
     rows = np.arange(10, dtype=np.uint8)[:, None].repeat(8, 1)
     shards = [rows[:4], rows[4:8], rows[8:]]
-    hp = SimpleNamespace(seed=1, effective_batch_size=4, batch_size=1, seq_len=8)
 
     def read(world):
         """The number and first uniforms of every row, in the order of the run."""
         rows = []
         for first in range(0, 20, 4):
-            batches = [train.micro_batches(shards, first, hp, rank, world, "cpu")
+            batches = [train.micro_batches(shards, first, 4, 1, 1, rank, world, "cpu")
                        for rank in range(world)]
             for of_all_ranks in zip(*batches):
                 rows += [(y[0, 0].item(), u.tolist()) for _, y, u in of_all_ranks]
@@ -253,7 +256,7 @@ def test_a_training_step_does_not_depend_on_the_number_of_processes(data, tmp_pa
     Some matrices are frozen.
     """
     program = tmp_path / "program.py"
-    program.write_text("import configurator, torch, train\n"
+    program.write_text("import torch, train\nfrom common.commandline import run_program\n"
                        "torch.nn.functional.dropout = lambda x, *_, **__: x\n"
                        "make_model = train.make_model\n"
                        "def frozen(hp):\n"
@@ -261,7 +264,7 @@ def test_a_training_step_does_not_depend_on_the_number_of_processes(data, tmp_pa
                        "    model.down[0].mlp.requires_grad_(False)\n"
                        "    return model\n"
                        "train.make_model = frozen\n"
-                       "configurator.run(train.main)\n")
+                       "run_program(train.main)\n")
     flags = [*TINY, f"--data={data}", "--training_bytes=1024", "--effective_batch_size=8",
              "--lambda_pi=1", "--lambda_target=10",
              "--learning_rate=2e-2", "--warmup_bytes=1024"]  # no decay: one run is cut short
@@ -280,7 +283,7 @@ def test_a_training_step_does_not_depend_on_the_number_of_processes(data, tmp_pa
     logs = [[record for record in steps_of(tmp_path / name) if "auto" in record]
             for name in ("whole", "processes")]
     for one, other in zip(*logs, strict=True):
-        del one["advantage_std"], other["advantage_std"]  # of one micro-batch
+        del one["variance_removed"], other["variance_removed"]  # of the rows of one process
         assert other == pytest.approx(one, rel=1e-3, abs=1e-4)
     assert error_of_moments(whole, trained("passes", "--batch_size=2")) > 1e-2  # eq. 17 and 24
     whole = trained("uniform", "--batch_size=8", "--system=uniform")
@@ -288,7 +291,7 @@ def test_a_training_step_does_not_depend_on_the_number_of_processes(data, tmp_pa
     assert error_of_moments(whole, both) < 1e-3  # and here micro-batches make no difference
 
 
-def test_a_training_step_is_compiled_once_though_the_tokens_and_the_target_vary():
+def test_a_training_step_is_compiled_once_though_the_tokens_vary():
     torch._dynamo.reset()  # forget what other tests compiled
     model, compiled = small_model(), small_model()
     x, y = some_bytes(2, 64)
@@ -296,8 +299,6 @@ def test_a_training_step_is_compiled_once_though_the_tokens_and_the_target_vary(
     train.compile_model(compiled, backend=counter)
     graphs = []
     for i, rate in enumerate([0.3, 0.1, 0.9, 0.5, 1.0, 0.0, 0.7]):
-        for one in model, compiled:
-            one.target.fill_(0.8 - 0.1 * i)
         a = torch.rand(2, 64, generator=torch.Generator().manual_seed(i)) < rate
         a[:, 0] = True
         expected = model(x, y, uniforms_for(a))
@@ -339,12 +340,12 @@ def test_settings_that_are_automatic_are_those_of_the_machine(data, tmp_path, mo
     monkeypatch.setattr(train, "device_and_dtype", lambda *_: ("cpu", "float16"))
     seen, evaluate = [], train.evaluate
 
-    def spy(model, shards, hp, autocast):
+    def spy(model, *arguments):
         def hook(*_):
             seen.append((torch.is_grad_enabled(), torch.get_autocast_dtype("cpu"),
                          torch.is_autocast_enabled("cpu")))
         with model.down[0].register_forward_hook(hook):
-            return evaluate(model, shards, hp, autocast)
+            return evaluate(model, *arguments)
 
     monkeypatch.setattr(train, "evaluate", spy)
     train.main([*TINY, "--dtype=auto", f"--data={data}", f"--out_dir={tmp_path}",
@@ -396,7 +397,8 @@ def test_a_float32_run_goes_on_in_float16_and_ends_if_no_scale_helps(
     train.main([*flags, f"--training_bytes={14 * STEP}"])
     assert torch.load(tmp_path / "out/ckpt.pt")["scaler"]["scale"] > 1
     losses = train.losses
-    monkeypatch.setattr(train, "losses", lambda *z: (math.nan * losses(*z)[0], {}))
+    monkeypatch.setattr(
+        train, "losses", lambda *z: (math.nan * losses(*z)[0], losses(*z)[1]))
     with pytest.raises(UserError, match="the gradient is not finite"):
         train.main([*flags, f"--training_bytes={99 * STEP}", "--log_interval=1000"])
 
@@ -437,8 +439,8 @@ def test_the_metrics_of_an_evaluation_are_those_of_a_plain_count(data):
     model, shards = small_model(seq_len=32), open_shards(data, "val", 32)
     rows = np.concatenate(shards)
     assert len(rows) % 7
-    hp = SimpleNamespace(eval_rows=10**6, batch_size=7, seq_len=32, seed=3)
-    metrics = train.evaluate(model, shards, hp, torch.autocast("cpu", enabled=False))
+    autocast = torch.autocast("cpu", enabled=False)
+    metrics, read, decided, p = train.evaluate(model, shards, 10**6, 7, autocast)
     assert model.training
     model.eval()
     order = np.random.default_rng([0, 0]).permutation(len(rows))
@@ -449,35 +451,34 @@ def test_the_metrics_of_an_evaluation_are_those_of_a_plain_count(data):
         x, y = torch.tensor([[BOS, *row[:-1]]]), torch.tensor([row])
         logp, _, l, a = model(x, y, torch.from_numpy(row_u)[None])
         decisions = a[0].tolist()
-        if not bits:
-            assert metrics.pop("line") == [
-                (byte, decision, pytest.approx(q, rel=1e-4)) for byte, decision, q in
-                zip(row[:-1], decisions[1:], l[0, 1:].sigmoid().tolist())]
+        assert read[len(bits)].tolist() == [BOS, *row[:-1]]
+        assert decided[len(bits)].tolist() == decisions
+        torch.testing.assert_close(p[len(bits)], l[0].sigmoid(), atol=1e-4, rtol=1e-4)
         bits.append(-logp[0].sum().item() / math.log(2) / 32)
         tokens += sum(decisions)
         ends += [chr(byte) for byte, end in zip(row[:-1], decisions[1:]) if end]
     assert metrics == pytest.approx({
-        "val_bpb": sum(bits) / len(rows), "val_rate": tokens / (len(rows) * 32),
-        "ends_outside": sum(end in " \n" for end in ends) / len(ends)}, rel=1e-4)
+        "val_bpb": sum(bits) / len(rows), "val_rate": tokens / (len(rows) * 32)}, rel=1e-4)
+    outside = sum(end in " \n" for end in ends) / len(ends)
+    assert train.share_outside_words(read, decided) == pytest.approx(outside)
 
 
-def test_ends_outside_words_are_counted_in_characters_of_any_alphabet():
-    """Here after t, ’, s, é and Ж, of which ’ is no letter."""
-    row = np.frombuffer("It’s öé Ж.".encode(), np.uint8)[None]
-    ends = 0, 2, 4, 5, 6, 11, 14  # <bos> is 0, and ’ has three bytes, two of them here
+def share_outside_words(text, ends):
+    """Of a text of which tokens end after these characters, numbered from 0."""
+    last = [len(text[: i + 1].encode()) for i in ends]
+    a = torch.zeros(1, 1 + len(text.encode()), dtype=torch.bool)
+    a[0, last] = True
+    return train.share_outside_words(torch.tensor([[BOS, *text.encode()]]), a)
 
-    class Marked(torch.nn.Module):
-        embedding = torch.nn.Embedding(1, 1)
 
-        def forward(self, x, y, u):
-            a = torch.zeros_like(x, dtype=torch.bool)
-            a[:, ends] = True
-            return torch.zeros(x.shape), None, torch.zeros(x.shape), a
-
-    hp = SimpleNamespace(eval_rows=2, batch_size=1, seq_len=row.size)
-    metrics = train.evaluate(
-        Marked(), [row.repeat(2, 0)], hp, torch.autocast("cpu", enabled=False))
-    assert metrics["ends_outside"] == pytest.approx(1 / 5)
+def test_tokens_that_end_outside_words_are_counted_in_characters_of_any_alphabet():
+    """Marks, such as accents and the vowels of Hindi, belong to the letters before them."""
+    assert share_outside_words("It’s öé Ж.", [1, 2, 3, 6, 8]) == pytest.approx(1 / 5)  # after ’
+    for word in "कि", "e\u0301", "ที่", "tie\u0302\u0301ng", "שָׁלוֹם":
+        assert share_outside_words(word + " " + word, range(2 * len(word) + 1)) == pytest.approx(
+            1 / (2 * len(word) + 1))
+    two = torch.tensor([[False, True, True, False]])  # ’ has three bytes; a token ends at two
+    assert train.share_outside_words(torch.tensor([[BOS, *"’".encode()]]), two) == 1
 
 
 def test_a_log_line_shows_the_loss_in_bits_and_the_speed_since_the_last_line(
@@ -504,13 +505,22 @@ def test_a_log_line_shows_the_loss_in_bits_and_the_speed_since_the_last_line(
         assert line.endswith(f" undecided | {speed:.0f} bytes/s, {minutes:.1f} min left")
 
 
+def test_a_log_begins_with_the_commit_versions_machine_and_hyperparameters(trained):
+    header = json.loads((trained / "log.jsonl").read_text().splitlines()[0])
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    assert commit.stdout.startswith(header["commit"].removesuffix("-dirty"))
+    assert header["torch"] == torch.__version__
+    assert (header["device"], header["dtype"]) == ("cpu", "float32")
+    assert header["hyperparameters"] == torch.load(trained / "ckpt.pt")["config"]
+
+
 # ---- Stopping, resuming, and what is refused.
 def test_a_run_begins_with_anothers_weights_and_hyperparameters_and_its_own_schedule(
         data, trained, tmp_path, capsys):
     """It also resumes, and what is not a flag comes from the other run, as gamma does here."""
     source = tmp_path / "source"
     train.main([*TINY, f"--data={data}", f"--out_dir={source}", "--gamma=0.5",
-                f"--training_bytes={3 * STEP}", "--pruning_bytes=100"])
+                f"--training_bytes={3 * STEP}"])
     capsys.readouterr()
     flags = [f"--out_dir={tmp_path}/out", "--seed=5", "--eval_interval=1"]
     train.main([f"--init_from={source}/ckpt.pt", *flags, f"--training_bytes={2 * STEP}"])
@@ -550,7 +560,7 @@ def test_a_part_that_is_frozen_or_unused_stays_as_it_is_and_the_rest_learns(
     train.main([*flags, f"--training_bytes={4 * STEP}", "--resume=True"])
     after = torch.load(tmp_path / "ckpt.pt")["model"]
     for name in before:
-        still = name.startswith(("down.", "unused.")) or name == "target"
+        still = name.startswith(("down.", "unused."))
         assert torch.equal(before[name], after[name]) == still, name
 
 
@@ -661,7 +671,6 @@ def test_a_flag_given_on_resume_overrides_the_checkpoint(trained, tmp_path, monk
     model, saved = load_model(tmp_path / "out/ckpt.pt")
     assert {key: saved["config"][key] for key in flags} == flags
     assert model.hp.downsample_rate_target == 0.4
-    assert model.target == pytest.approx(0.4)
     assert {*decays} == {0.25, 0}
 
 
@@ -669,10 +678,10 @@ def test_a_run_resumes_at_its_next_row_with_another_batch_size(trained, tmp_path
     shutil.copytree(trained, tmp_path / "out")
     micro_batches, first_rows = train.micro_batches, []
 
-    def spy(shards, first_row, hp, *where):
-        if hp.seed:  # it is 0 in evaluations
+    def spy(shards, first_row, rows, batch_size, seed, *where):
+        if seed:  # it is 0 in evaluations
             first_rows.append(first_row)
-        return micro_batches(shards, first_row, hp, *where)
+        return micro_batches(shards, first_row, rows, batch_size, seed, *where)
 
     monkeypatch.setattr(train, "micro_batches", spy)
     train.main([f"--out_dir={tmp_path}/out", "--resume=True", "--effective_batch_size=20",
@@ -864,8 +873,8 @@ def test_the_papers_configurations_have_the_papers_sizes_and_values(name, flags,
     assert tuple(hp[key] for key in keys.split()) == values
     assert hp["policy_learning_rate"] == values[0]
     assert (hp["muon_learning_rate"], hp["cosine"]) == (0, True)
-    keys = "seq_len attention_window policy_window policy_scale pruning_bytes num_heads"
+    keys = "seq_len attention_window policy_window policy_scale num_heads"
     heads = hp["embedding_dim"] // 64
-    assert tuple(hp[key] for key in keys.split()) == (4096, 64, 8, 16, 0, heads)
+    assert tuple(hp[key] for key in keys.split()) == (4096, 64, 8, 16, heads)
     keys = "gamma lambda_pi lambda_target lambda_early"
     assert tuple(hp[key] for key in keys.split()) == (0.99, 1e-2, 1e-2, 1e-1)
