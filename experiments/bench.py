@@ -19,11 +19,11 @@ import time
 
 import torch
 
-from common.checkpoint import device_and_dtype, make_model
-from common.commandline import argument_parser, run_program, say
 import train
-from experiments.compare import hyperparameters, table
+from common.checkpoint import device_and_dtype, make_model
+from common.commandline import argument_parser, read_command_line, run_program, say
 from experiments.flops import flops_per_byte
+from experiments.tables import table
 
 SETTINGS = "", "--system=none", "--system=random", "--system=uniform"
 TURNS = 20
@@ -39,7 +39,7 @@ def seconds(function):
     return time.perf_counter() - started
 
 
-def training_step(hp):
+def make_step(hp):
     """A function that does the next training step of a new model; a step's bytes and FLOPs."""
     torch.manual_seed(0)
     size = hp.effective_batch_size, hp.seq_len
@@ -70,9 +70,11 @@ def main(argv=None):
     torch._dynamo.config.recompile_limit = 64  # all settings share the layers' code
     settings = {}
     for flags in options.setting or SETTINGS:
-        hp = hyperparameters([*others, *shlex.split(flags)])
+        chosen = read_command_line([*others, *shlex.split(flags)], train.Hyperparameters)
+        hp = train.Hyperparameters(**chosen)
+        train.check(hp)
         hp.device, hp.dtype = device_and_dtype(hp.device, hp.dtype)
-        settings[flags] = training_step(hp)
+        settings[flags] = make_step(hp)
 
     z = torch.randn(SIDE, SIDE, device=hp.device, dtype=getattr(torch, hp.dtype))
     product = statistics.median(seconds(lambda: z @ z) for _ in range(TURNS))

@@ -11,48 +11,29 @@ A system is a value of train.py's --system, and a shape is any flags of train.py
 in each shape. The configuration file and all other flags go to all runs. With --flops, each system
 reads as many bytes as it can pay for with so many FLOPs of training, if it keeps to the target
 rate; the table has the FLOPs that it took. Finished runs are not repeated, and stopped runs
-continue. Writes to experiments/results/NAME/, from all runs in its folder runs/:
+continue. Writes to results/NAME/, from all runs in its folder runs/:
 
     evaluations.jsonl   one line per evaluation
     table.md            means over seeds of the last evaluations of finished runs
     loss.svg            bits per byte over FLOPs: the paper's Figures 3 and 4
 """
-import json
 import math
-import os
 import shlex
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-from common.checkpoint import load_model, make_model, read_checkpoint
+from common.checkpoint import make_model, read_checkpoint
 from common.commandline import UserError, argument_parser, read_command_line, run_program, say
-from experiments.flops import flops_per_byte, paper_flops_per_byte
+from experiments.flops import flops_per_byte
+from experiments.pictures import plot, write
 from experiments.systems import SYSTEMS, Fixed
+from experiments.tables import RESULTS, jsonl, read_run, table
 from prepare import open_shards
 from train import Hyperparameters, check, micro_batches
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "experiments/results"
-
-
-def table(head, rows):
-    """A Markdown table of strings."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def write_table(path, head, rows):
-    """Prints a table, and writes it."""
-    text = table(head, rows)
-    path.write_text(text, encoding="utf-8")
-    say(text)
-
-
-def write_jsonl(path, records):
-    lines = [json.dumps(record) + "\n" for record in records]
-    path.write_text("".join(lines), encoding="utf-8")
 
 
 # ---- Training.
@@ -117,51 +98,6 @@ def train_all(planned, results):
 
 
 # ---- Results.
-def read_log(path):
-    """The records of a log.jsonl: training steps and evaluations.
-
-    train.py may still be writing the last line.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-    except ValueError as error:
-        raise UserError(f"{path} is not a log of train.py: {error}") from error
-
-
-def read_run(out_dir):
-    """A run's evaluations, a list of dictionaries.
-
-    Adds the FLOPs of training that led to each, and the seconds, at the run's median speed.
-    """
-    model, saved = load_model(out_dir / "ckpt.pt")
-    parameters = sum(p.numel() for p in model.parameters())
-    records = read_log(out_dir / "log.jsonl")
-    steps = [record for record in records if "auto" in record]
-    if not steps:  # stopped before the first log line
-        return []
-    speed = statistics.median(step["bytes_per_second"] for step in steps)
-    evaluations = []
-    step = steps[0]  # the latest one: its rate holds for the bytes since the last record
-    last_bytes = flops = paper_flops = 0
-    for record in records:
-        if "auto" in record:
-            step = record
-        new_bytes = record["bytes"] - last_bytes
-        last_bytes = record["bytes"]
-        flops += new_bytes * flops_per_byte(model, step["rate"])
-        paper_flops += new_bytes * paper_flops_per_byte(model, step["rate"])
-        if "val_bpb" in record and record["bytes"]:
-            del record["line"]  # the printed text
-            new_keys = {
-                "system": model.hp.system, "seed": model.hp.seed, "flops": flops,
-                "paper_flops": paper_flops,
-                "seconds": record["bytes"] / speed, "training_bytes": model.hp.training_bytes,
-                "parameters": parameters}
-            evaluations.append(new_keys | record)
-    return evaluations
-
-
 def table_row(label, runs):
     """A line of the table: means over the last evaluations of the finished ones of these runs."""
     last = [evaluations[-1] for evaluations in runs if evaluations]
@@ -186,31 +122,6 @@ def table_row(label, runs):
         f"{mean('seconds') / 60:.1f}"]
 
 
-def draw(runs, path):
-    """Writes an SVG of bits per byte over FLOPs, from {label: runs}."""
-    os.environ.pop("MPLBACKEND", None)  # a notebook's may not exist here, and none is needed
-    import matplotlib  # here because other programs import this module and draw nothing
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for n, label in enumerate(runs):
-        style = {"color": f"C{n}", "marker": "os^DvPX*<>"[n % 10], "linestyle": ("-", "--")[n % 2]}
-        for i, run in enumerate(runs[label]):
-            flops = [e["paper_flops"] for e in run]
-            bits = [e["val_bpb"] for e in run]
-            axes.plot(flops, bits, **style, label=None if i else label, markersize=4)
-    axes.set(xscale="log", xlabel="training FLOPs, counted as in the paper",
-             ylabel="validation bits per byte")
-    axes.tick_params("x", which="minor", labelsize=6)
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.2)
-    # the same runs give the same svg, byte for byte
-    with matplotlib.rc_context({"svg.hashsalt": "tokens"}):
-        figure.savefig(path, metadata={"Date": None})
-    say(f"wrote {path}")
-
-
 def write_results(results):
     """Writes the table, the figures and all evaluations of the runs in the folder."""
     folder = results / "runs"
@@ -219,14 +130,15 @@ def write_results(results):
         label, _, _ = str(checkpoint.parent.relative_to(folder)).rpartition("-")
         runs.setdefault(label, []).append(read_run(checkpoint.parent))
     evaluations = [e for seeds in runs.values() for run in seeds for e in run]
-    write_jsonl(results / "evaluations.jsonl", evaluations)
+    write(results / "evaluations.jsonl", jsonl(evaluations))
     head = ["system", "finished", "bits per byte", "each seed", "rate",
             "tokens ending on a space or punctuation", "parameters", "MB", "training FLOPs",
             "minutes"]
     rows = [table_row(label, seeds) for label, seeds in runs.items()]
-    write_table(results / "table.md", head, rows)
+    write(results / "table.md", table(head, rows))
+    say(table(head, rows))
     if evaluations:
-        draw(runs, results / "loss.svg")
+        write(results / "loss.svg", plot(runs))
 
 
 def main(argv=None):
@@ -237,8 +149,12 @@ def main(argv=None):
     add("--flops", type=float, help="of training, for each run")
     add("--seeds", type=int, default=1, help="number of runs per system")
     add("--first_seed", type=int, default=1337)
-    add("--name", default="try", help="folder of results")
+    add("--name", default="try", help="writes to results/NAME (%(default)s)")
     options, others = parser.parse_known_args(argv)
+    for name in "seeds", "flops":
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--{name}={value} must be above 0")
     for flag in sum(options.shape or [], others):
         if flag.startswith(("--system=", "--seed=", "--out_dir=", "--resume=", "--init_from=")):
             raise UserError(f"{flag} is set for each run; use --systems, --first_seed or --name")

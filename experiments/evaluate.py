@@ -1,8 +1,8 @@
 """
 Bits per byte of a trained model, with its standard error, on benchmarks and validation text.
 
-    python -m experiments.evaluate out/ckpt.pt piqa hellaswag arc_easy lambada heldout=data/english
-    python -m experiments.evaluate out/ckpt.pt lambada=lambada_test.jsonl
+    python -m experiments.evaluate out piqa hellaswag arc_easy lambada heldout=data/english
+    python -m experiments.evaluate out lambada=lambada_test.jsonl
 
 A benchmark is read from the Hugging Face hub, or from a .json, .jsonl or .parquet file with the
 same fields. Its items are a context and several answers, put together as in EleutherAI's LM
@@ -16,6 +16,7 @@ cut at the front so that it fits the model's row with the answer.
 The draws depend on an item's number only, so results repeat.
 """
 import math
+import os
 import re
 
 import numpy as np
@@ -25,7 +26,7 @@ from tqdm import tqdm
 
 from common.checkpoint import device_and_dtype, load_model
 from common.commandline import UserError, argument_parser, run_program, say
-from experiments.compare import table
+from experiments.tables import table
 from model import BOS
 from prepare import open_shards
 from train import set_up_torch
@@ -68,6 +69,7 @@ BENCHMARKS = {  # name: how to read a row, and where datasets.load_dataset finds
 def read_items(task, seq_len):
     """[(context, answers, number of the right one)] of a task, in bytes. Raises UserError."""
     name, _, place = task.partition("=")
+    place = os.path.expanduser(place)
     if name == "heldout":
         shards = open_shards(place, "val", seq_len)
         return [(b"", [row.tobytes()], 0) for shard in shards for row in shard]
@@ -81,7 +83,7 @@ def read_items(task, seq_len):
     datasets.disable_progress_bars()
     read, source = BENCHMARKS[name]
     if place:
-        builder = "parquet" if place.endswith(".parquet") else "json"
+        builder = "parquet" if place.lower().endswith(".parquet") else "json"
         source = {"path": builder, "data_files": place, "split": "train"}
     items = []
     try:
@@ -94,6 +96,8 @@ def read_items(task, seq_len):
         raise UserError(
             f"{name}: cannot read {place or source['path']} ({type(error).__name__}: {error}); "
             f"give a .json, .jsonl or .parquet file with labels: {name}=FILE") from error
+    if not items:
+        raise UserError(f"{name}: {place or source['path']} holds no items")
     return items
 
 
@@ -114,13 +118,15 @@ def score(model, context, answer, seed, autocast):
 
 
 def ratio(bits, sizes):
-    """sum(bits) / sum(sizes) over items, and its standard error."""
+    """sum(bits) / sum(sizes) over items, and its standard error, infinite for a single item."""
     value = bits.sum() / sizes.sum()
+    if len(bits) == 1:
+        return value, math.inf
     deviation = (bits - value * sizes).std(ddof=1)
     return value, math.sqrt(len(bits)) * deviation / sizes.sum()
 
 
-def evaluate(model, items, autocast):
+def task_row(model, items, autocast):
     """The cells of a task's line in the table. There is no accuracy with a single answer."""
     results = []
     for i, (context, answers, right) in enumerate(tqdm(items, disable=None)):
@@ -139,7 +145,7 @@ def evaluate(model, items, autocast):
 
 def main(argv=None):
     parser = argument_parser(__doc__)
-    parser.add_argument("checkpoint", help="ckpt.pt of train.py")
+    parser.add_argument("checkpoint", help="train.py's out_dir, or the ckpt.pt in it")
     parser.add_argument("tasks", nargs="+", metavar="task", help="NAME, NAME=FILE, heldout=FOLDER")
     options = parser.parse_args(argv)
     model, saved = load_model(options.checkpoint)
@@ -147,7 +153,7 @@ def main(argv=None):
     device, dtype = device_and_dtype("auto", saved["config"]["dtype"])
     autocast = set_up_torch(device, dtype)
     model.to(device)
-    rows = [[task, *evaluate(model, items, autocast)] for task, items in tasks.items()]
+    rows = [[task, *task_row(model, items, autocast)] for task, items in tasks.items()]
     head = ["task", "items", "bytes", "bits per byte", "standard error", "accuracy", "rate"]
     say(table(head, rows))
 

@@ -1,27 +1,29 @@
 """
 Draws what runs of compare.py or other checkpoints learned, or how a single run learned.
 
-    python -m experiments.figures --name=try     the runs of experiments/results/try
-    python -m experiments.figures --name=rates out-2/ckpt.pt out-4/ckpt.pt
+    python -m experiments.figures --name=try     the runs of results/try
+    python -m experiments.figures --name=rates out-2 out-4 --text="def main(argv):"
     python -m experiments.figures --watch=out    a run of train.py, finished or not, or its log
 
-The first two write these files into experiments/results/NAME/:
-    boundaries.html, boundaries.svg  boundaries in the first validation row (Figures 2, 5-12)
+The first two write these files into results/NAME/:
+    boundaries.html, boundaries.svg  boundaries in the same text: that of --text, or the first
+                                     validation row of the first run (Figures 2, 5-12)
 The third writes these beside the log:
     watch.html                       validation text at every evaluation, with a slider
     watch.svg                        its first characters near 0, 0.5 and 1 MB and at the end
 """
 import html
 import math
+import os
 from pathlib import Path
 
 import torch
 
-from common.checkpoint import load_model
+from common.checkpoint import checkpoint_path, load_model
 from common.commandline import UserError, argument_parser, run_program
 from common.text import characters
-from experiments.compare import RESULTS, read_log
-from experiments.page import as_html, cell, cell_colours, page, write
+from experiments.pictures import boundaries_page, html_cell, html_page, picture, write
+from experiments.tables import RESULTS, read_log
 from prepare import open_shards
 from sample import scored
 
@@ -41,51 +43,23 @@ slider.oninput = () => {
 };
 slider.oninput();
 """
-PICTURE_STYLE = """
-text { font: 15px monospace; text-anchor: middle }
-.end { fill: #e00; stroke: #fff; stroke-width: .5 }
-.words { font: 14px sans-serif; text-anchor: start; fill: #222 }
-"""
 
 
-def svg(width, height, body):
-    """An SVG file. It has its own white background, because it may be opened on a dark page."""
-    size = f'viewBox="0 0 {width} {height}" width="{width}"'
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" {size}>
-<style>{PICTURE_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>
-{body}</svg>
-"""
-
-
-def svg_cell(x, y, text, a, p, width=10):
-    """A character of a picture, coloured by p, with a red bar where a token ends."""
-    background, colour = cell_colours(p)
-    text = html.escape(text).replace("\n", "⏎")
-    made = (f'<path fill="{background}" d="M{x} {y}h{width}v19h-{width}"/>'
-            f'<text x="{x + width / 2:g}" y="{y + 14}" fill="{colour}">{text}</text>')
-    if a:
-        made += f'<path class="end" d="M{x + width - 2} {y}h2v19h-2z"/>'
-    return made
-
-
-LEGEND = f"""<path fill="{cell_colours(1)[0]}" d="M0 4h10v19h-10"/>
-<text class="words" x="15" y="19">a boundary is likely</text>
-<path fill="{cell_colours(0)[0]}" d="M190 4h10v19h-10"/>
-<text class="words" x="205" y="19">unlikely</text>
-<path class="end" d="M300 4h2v19h-2z"/><text class="words" x="308" y="19">a token ends</text>
-"""
-
-
-def picture(texts, columns):
-    """An SVG of texts, {heading: [(character, a, p)]}, with a legend."""
-    body = LEGEND
-    top = 34
-    for heading, text in texts.items():
-        body += f'<text class="words" y="{top + 15}">{html.escape(heading)}</text>\n'
-        for i, cell in enumerate(text):
-            body += svg_cell(10 * (i % columns), top + 22 + 20 * (i // columns), *cell)
-        top += 20 * math.ceil(len(text) / columns) + 32
-    return svg(10 * columns, top - 8, body)
+# ---- Boundaries.
+def draw_boundaries(checkpoints, given, folder):
+    """Writes the boundaries of the models in these checkpoints, in a given text (bytes) or None."""
+    texts = {}  # by label
+    for path in checkpoints:
+        model, _ = load_model(path)
+        if given is None:
+            given = open_shards(model.hp.data, "val", model.hp.seq_len)[0][0].tobytes()
+        torch.manual_seed(0)
+        label = str(checkpoint_path(path).parent).removeprefix(f"{folder}/runs/")
+        texts[label] = list(scored(model, given))
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / "boundaries.html", boundaries_page(texts))
+    shown = {label: list(characters(step[:3] for step in text)) for label, text in texts.items()}
+    write(folder / "boundaries.svg", picture(shown, columns=100))
 
 
 # ---- How a run learned, from its evaluations.
@@ -94,40 +68,51 @@ def caption(record):
             f"rate {record['val_rate']:.3f}")
 
 
+def round_numbers(low, high):
+    """The multiples of 1, 2 or 5 times a power of ten from low to high, at most six."""
+    power = 10 ** math.floor(math.log10((high - low) / 5))
+    step = next(m * power for m in (1, 2, 5, 10) if 5 * m * power >= high - low)
+    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
 def curve(records, width=440, height=150):
     """An SVG of bits per byte during training, with a circle for every evaluation."""
     end = records[-1]["bytes"] / 1e6 or 1
-    high = 1.05 * max(r["val_bpb"] for r in records)
-    low = 0.95 * min(r["val_bpb"] for r in records)
-    points = []
-    circles = grid = ""
-    for r in records:
-        x = width * r["bytes"] / 1e6 / end
-        y = height * math.log(high / r["val_bpb"]) / math.log(high / low)
-        points.append(f"{x:.1f},{y:.1f}")
-        circles += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2"/>'
-    for part in 0, 0.5, 1:
-        y = height * part
-        grid += f"""<path stroke="#8886" d="M0 {y}h{width}"/>
-<text x="-6" y="{y + 4}" text-anchor="end">{high * (low / high) ** part:.2f}</text>
-<text x="{width * part}" y="{height + 18}" text-anchor="middle">{end * part:.3g}</text>
+    bits = [r["val_bpb"] for r in records]
+    low = min(bits)
+    high = max(bits) if max(bits) > low else low + 1
+
+    def place(megabytes, value):
+        return width * megabytes / end, height * (high - value) / (high - low)
+
+    places = [place(r["bytes"] / 1e6, value) for r, value in zip(records, bits)]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    circles = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2"/>' for x, y in places)
+    grid = ""
+    for value in round_numbers(low, high):
+        _, y = place(0, value)
+        grid += f"""<path stroke="#8886" d="M0 {y:.1f}h{width}"/>
+<text x="-6" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>
 """
+    for megabytes in round_numbers(0, end):
+        x, _ = place(megabytes, 0)
+        grid += f'<text x="{x:.1f}" y="{height + 18}" text-anchor="middle">{megabytes:g}</text>\n'
     return f"""<svg viewBox="-50 -30 {width + 75} {height + 70}" role="img"
 aria-label="bits per byte during training">{grid}
-<text x="-44" y="-14">bits per byte of validation text, logarithmic</text>
+<text x="-44" y="-14">bits per byte of validation text</text>
 <text x="{width / 2}" y="{height + 36}" text-anchor="middle">MB read</text>
-<polyline fill="none" stroke="currentColor" points="{' '.join(points)}"/>{circles}</svg>"""
+<polyline fill="none" stroke="currentColor" points="{points}"/>{circles}</svg>"""
 
 
 def watch(records, name):
     """A page on which a slider chooses the evaluation. It begins with the last one."""
     stills = ""
     for r in records:
-        text = "".join(cell(*character) for character in characters(r["line"]))
+        text = "".join(html_cell(*character) for character in characters(r["line"]))
         stills += (f'<div class="still"><p>{caption(r)}</p>'
                    f'<div class="text">{text}</div></div>\n')
     last = len(records) - 1
-    return page("Watch it learn", f"""<style>{WATCH_STYLE}</style>
+    return html_page("Watch it learn", f"""<style>{WATCH_STYLE}</style>
 <p>The same validation text at every evaluation of {html.escape(name)}.</p>
 <label>training
 <input type="range" min="0" max="{last}" value="{last}" autocomplete="off"></label>
@@ -148,14 +133,15 @@ def learning(records):
 def main(argv=None):
     parser = argument_parser(__doc__)
     add = parser.add_argument
-    add("checkpoints", nargs="*", help="instead of the runs in the folder")
+    add("checkpoints", nargs="*", help="out_dirs of train.py, instead of the runs in the folder")
     add("--name", default="try", help="folder of results (%(default)s)")
+    add("--text", type=os.fsencode, help="show boundaries in this text")
     add("--watch", metavar="RUN", help="show how this run learned instead")
     options = parser.parse_args(argv)
     if options.watch:
         log = Path(options.watch).expanduser()
-        if log.is_dir():
-            log = log / "log.jsonl"
+        if log.suffix != ".jsonl":
+            log = checkpoint_path(log).with_name("log.jsonl")
         records = [record for record in read_log(log) if "line" in record]
         if not records:
             raise UserError(f"{log} holds no evaluations; use the log.jsonl of a run")
@@ -163,22 +149,14 @@ def main(argv=None):
         write(log.with_name("watch.svg"), learning(records))
         return
 
-    results = RESULTS / options.name
-    texts, shown = {}, {}  # by label
-    for path in map(Path, options.checkpoints or sorted(results.glob("runs/**/ckpt.pt"))):
-        model, saved = load_model(path)
-        hp = saved["config"]
-        row = open_shards(hp["data"], "val", hp["seq_len"])[0][0]
-        torch.manual_seed(0)
-        label = str(path.parent).removeprefix(f"{results}/runs/")
-        texts[label] = list(scored(model, row.tobytes()))
-        shown[label] = list(characters(step[:3] for step in texts[label]))
-    if not texts:
-        raise UserError(f"there are no runs in {results}; make them with compare.py, or name "
+    folder = RESULTS / options.name
+    checkpoints = options.checkpoints or sorted(folder.glob("runs/**/ckpt.pt"))
+    if not checkpoints:
+        raise UserError(f"there are no runs in {folder}; make them with compare.py, or name "
                         "checkpoints")
-    results.mkdir(parents=True, exist_ok=True)
-    write(results / "boundaries.html", as_html(texts))
-    write(results / "boundaries.svg", picture(shown, columns=100))
+    if options.text == b"":
+        raise UserError("the text is empty")
+    draw_boundaries(checkpoints, options.text, folder)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """FLOPs of training: of all matrix products, and as the paper counts them."""
 from functools import lru_cache
 
+import train
 from model import chunking
-from train import make_optimizer
 
 
 def count_matrix_parameters(model):
@@ -37,7 +37,7 @@ def row_flops(model, rate):
 def muon_flops(model):
     """FLOPs of a step of Muon: three matrix products per Newton-Schulz iteration."""
     flops = 0
-    for group in make_optimizer(model, model.hp, "float32").param_groups:
+    for group in train.make_optimizer(model, model.hp, "float32").param_groups:
         if group.get("muon"):
             for p in group["params"]:
                 small, large = sorted(p.shape)

@@ -2,7 +2,7 @@
 Compares a model's tokens with the instructions of x86-64 machine code, as objdump finds them.
 
     objcopy -O binary --only-section=.text /usr/bin/strace strace.text
-    python -m experiments.machine_code out/ckpt.pt strace.text --start=65536
+    python -m experiments.machine_code out strace.text --start=65536
 
 For each checkpoint, prints the file's bits per byte, how many of the tokens end on an instruction's
 first byte (precision), and on how many of the first bytes a token ends (recall). The boundaries are
@@ -18,10 +18,9 @@ from pathlib import Path
 import torch
 
 from common.checkpoint import load_model
-from common.commandline import argument_parser, run_program, say
-from experiments.compare import table
-from experiments.figures import svg, svg_cell
-from experiments.page import write
+from common.commandline import UserError, argument_parser, run_program, say
+from experiments.pictures import LEGEND, svg, svg_cell, write
+from experiments.tables import table
 from sample import scored
 
 
@@ -34,16 +33,19 @@ def disassemble(path):
 
 
 def listing(instructions, steps, start, lines=24):
-    """An SVG with a line for each instruction: its bytes, coloured by p, and its text."""
+    """An SVG with a line for each instruction: its bytes, coloured by p, and its text.
+
+    instructions as disassemble returns them; steps, (byte, a, p, nats) for each byte of the file.
+    """
     starts = [place for place in sorted(instructions) if place >= start][: lines + 1]
-    body = ""
+    body = LEGEND
     for row, (first, end) in enumerate(zip(starts, starts[1:])):
-        y = 20 * row
+        y = 34 + 20 * row
         for column, (byte, a, p, _) in enumerate(steps[first:end]):
             body += svg_cell(22 * column, y, f"{byte:02x}", a, p, width=22)
         text = html.escape(instructions[first])
         body += f'<text class="words" x="240" y="{y + 14}">{text}</text>\n'
-    return svg(600, 20 * lines, body)
+    return svg(600, 34 + 20 * lines, body)
 
 
 def main(argv=None):
@@ -53,6 +55,8 @@ def main(argv=None):
     parser.add_argument("--start", type=int, default=0)
     options = parser.parse_args(argv)
     code = Path(options.file).read_bytes()
+    if not code:
+        raise UserError(f"{options.file} is empty")
     instructions = disassemble(options.file)
     rows = []
     for path in options.checkpoints:
@@ -62,11 +66,10 @@ def main(argv=None):
         ends = {place for place, (_, a, _, _) in enumerate(steps) if a}
         bits = sum(nats for *_, nats in steps) / math.log(2)
         hits = len(ends & instructions.keys())
-        precision = hits / len(ends)
-        recall = hits / len(instructions)
         rows.append([
-            path, f"{bits / len(code):.3f}", f"{len(ends) / len(code):.2f}", f"{precision:.0%}",
-            f"{recall:.0%}", f"{2 * precision * recall / (precision + recall):.2f}"])
+            path, f"{bits / len(code):.3f}", f"{len(ends) / len(code):.2f}",
+            f"{hits / max(len(ends), 1):.0%}", f"{hits / len(instructions):.0%}",
+            f"{2 * hits / (len(ends) + len(instructions)):.2f}"])
     say(table(["checkpoint", "the file's bits", "rate", "precision", "recall", "F1"], rows))
     write(Path("machine_code.svg"), listing(instructions, steps, options.start))
 

@@ -2,7 +2,7 @@
 The other ways to place boundaries that the paper compares with: train.py --system=NAME.
 
 Every system is a U-Net like the learned one. They differ in what decides where tokens end and, for
-gumbel and hnet, in how tokens are made and handed back. All but whitespace, bpe and PATH.pt, which
+gumbel and hnet, in how tokens are made and handed back. All but whitespace, bpe and RUN, which
 have rates of their own, follow the target rate.
 
     uniform     round(N * target) evenly spaced tokens
@@ -12,11 +12,13 @@ have rates of their own, follow the target rate.
     none        every byte is a token
     gumbel      Nawrot et al., arXiv 2211.09761
     hnet        Hwang et al., one stage, arXiv 2507.07955
-    PATH.pt     where a finished model of any system is more likely than not to end a token
+    RUN         where a finished run's model, of any system, is more likely than not to end a token;
+                the path of its out_dir or ckpt.pt
 
 To add a rule, write a class like Random and add its name to SYSTEMS.
 """
 import math
+import os
 import re
 
 import tiktoken
@@ -200,8 +202,8 @@ class Gumbel(System):
         """The prior: -log Binomial(N - 1, target) at the number of boundaries, divided by N."""
         N = a.size(1)
         boundaries = a[:, 1:].float().sum(1)
-        prior = torch.distributions.Binomial(
-            N - 1, torch.tensor(self.hp.downsample_rate_target, device=a.device), validate_args=False)
+        target = torch.tensor(self.hp.downsample_rate_target, device=a.device)
+        prior = torch.distributions.Binomial(N - 1, target, validate_args=False)
         return -prior.log_prob(boundaries).mean() / N
 
 
@@ -268,9 +270,9 @@ def make_system(hp, load_model):
 
     load_model is common.checkpoint's, which imports this module.
     """
-    if hp.system.endswith(".pt"):
+    if hp.system in SYSTEMS:
+        return SYSTEMS[hp.system](hp)
+    if hp.system.endswith(".pt") or os.path.isdir(hp.system):
         return Taught(hp, load_model)
-    if hp.system not in SYSTEMS:
-        raise UserError(f"system={hp.system!r} must be learned, {', '.join(SYSTEMS)}, or a "
-                        "checkpoint's path, which ends in .pt")
-    return SYSTEMS[hp.system](hp)
+    raise UserError(f"system={hp.system!r} must be learned, {', '.join(SYSTEMS)}, or the path of a "
+                    "run's folder or ckpt.pt")

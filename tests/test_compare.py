@@ -1,7 +1,6 @@
-"""experiments/compare.py, bench.py, and the FLOPs in measures.py."""
+"""experiments/compare.py, bench.py, flops.py and tables.py."""
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import train
 from common.checkpoint import load_model, make_model
 from common.commandline import UserError
 from conftest import TINY
-from experiments import bench, compare
+from experiments import bench, compare, pictures, tables
 from experiments.flops import flops_per_byte, muon_flops, paper_flops_per_byte, row_flops
 from experiments.systems import SYSTEMS, Fixed
 from model import BOS
@@ -48,7 +47,7 @@ def test_flops_are_those_that_torch_counts_except_for_fillers(flags, monkeypatch
     model = make_model(hp).train()
     y = torch.randint(256, (1, hp.seq_len))  # one row, so that none is shorter than another
     x = F.pad(y[:, :-1], (1, 0), value=BOS)
-    optimizer = make_optimizer(model, hp)
+    optimizer = make_optimizer(model, hp, "float32")
     for group in optimizer.param_groups:
         group["lr"] = 0.1
     with FlopCounterMode(display=False) as counter:
@@ -83,11 +82,11 @@ def test_the_paper_counts_six_flops_per_matrix_parameter():
 @pytest.mark.parametrize("system", ["learned", "whitespace", "none"])
 def test_a_run_of_equal_flops_reads_the_bytes_that_they_pay_for(
         system, data, tmp_path, monkeypatch):
-    """The target falls for the first half of the run. The policy does not learn here."""
+    """The policy does not learn here."""
     monkeypatch.setattr(compare, "RESULTS", tmp_path)
     monkeypatch.setattr(compare, "train_to_end", train_here)
     compare.main([*TINY, f"--data={data}", f"--systems={system}", "--flops=2.1e9",
-                  "--pruning_bytes=5000", "--policy_learning_rate=0", "--name=x"])
+                  "--policy_learning_rate=0", "--name=x"])
     *_, last = read_jsonl(tmp_path / "x/evaluations.jsonl")
     assert last["bytes"] > 8000
     assert last["flops"] == pytest.approx(2.1e9, rel=0.03)
@@ -97,17 +96,16 @@ def test_the_table_and_figure_show_means_and_costs(tmp_path, trained, monkeypatc
     """In run i, byte m million costs m FLOPs, and ten times as many as the paper counts them."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    monkeypatch.setattr(compare, "flops_per_byte", lambda model, rate: rate / 10)
-    monkeypatch.setattr(compare, "paper_flops_per_byte", lambda model, rate: rate)
-    _, saved = load_model(trained / "ckpt.pt")
-    saved["config"]["training_bytes"] = 4e6
+    monkeypatch.setattr(tables, "flops_per_byte", lambda model, rate: rate / 10)
+    monkeypatch.setattr(tables, "paper_flops_per_byte", lambda model, rate: rate)
+    header = json.loads((trained / "log.jsonl").read_text().splitlines()[0])
+    hp = header["hyperparameters"] | {"training_bytes": 4e6}
     for i, (system, seed) in enumerate([("learned", 1), ("learned", 2), ("uniform", 1)]):
         folder = tmp_path / f"runs/{system}-{seed}"
         folder.mkdir(parents=True)
-        saved["config"] |= {"system": system, "seed": seed}
-        saved["model"] = make_model(SimpleNamespace(**saved["config"])).state_dict()
-        torch.save(saved, folder / "ckpt.pt")
-        records = []
+        (folder / "ckpt.pt").touch()
+        resumed = header | {"hyperparameters": hp | {"system": system, "seed": seed}}
+        records = [header, resumed]
         for m in range(5):
             speed = 1e9 if m == 1 else 1e4
             if m > 0:
@@ -129,6 +127,7 @@ def test_the_table_and_figure_show_means_and_costs(tmp_path, trained, monkeypatc
     assert uniform[:3] == ["uniform", "1 of 1", "4.0000"]
     assert [(e["system"], e["seed"]) for e in evaluations[::2]] == [
         ("learned", 1), ("learned", 2), ("uniform", 1)]
+    assert {e["commit"] for e in evaluations} == {header["commit"]}
     assert [e["flops"] for e in evaluations] == pytest.approx([at_2, at_4] * 3)
     assert [e["seconds"] for e in evaluations] == pytest.approx([200, 400] * 3)
     lines = figures[0].axes[0].lines
@@ -146,6 +145,25 @@ def test_an_unfinished_run_is_a_row_without_numbers(tmp_path, trained):
     (folder / "log.jsonl").write_text("".join(lines[:-1]))
     compare.write_results(tmp_path)
     assert cells(tmp_path / "table.md") == [["learned", "0 of 1"] + [""] * 8]
+
+
+def test_a_log_without_a_header_is_refused(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "bytes": 128, "auto": 2.0}\n')
+    with pytest.raises(UserError, match="has no header"):
+        tables.read_run(tmp_path)
+
+
+def test_a_plain_adamw_will_do_as_the_optimizer(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "make_optimizer", lambda model, hp, dtype: torch.optim.AdamW(
+        model.parameters(), lr=hp.learning_rate))
+    assert muon_flops(make_model(Hyperparameters(embedding_dim=16))) == 0
+    monkeypatch.setattr(bench, "TURNS", 2)
+    bench.main([*TINY, "--setting="])
+    assert "| default | " in capsys.readouterr().out
+    monkeypatch.setattr(compare, "RESULTS", tmp_path)
+    monkeypatch.setattr(compare, "train_to_end", train_here)
+    compare.main([*TINY, f"--data={data}", "--systems=learned", "--training_bytes=512"])
+    assert cells(tmp_path / "try/table.md")[0][1] == "1 of 1"
 
 
 def test_a_new_rule_is_compared_once_it_is_in_SYSTEMS(data, tmp_path, monkeypatch):
@@ -183,7 +201,7 @@ def test_a_failed_run_does_not_end_a_comparison(data, tmp_path, monkeypatch, cap
     with pytest.raises(UserError, match="trained with gamma=0.97, not 0.5; use another --name"):
         compare.main([*flags, "--systems=uniform", "--gamma=0.5"])
     (results / "runs/uniform-1337/ckpt.pt").write_bytes(b"")
-    with pytest.raises(UserError, match="ckpt.pt; is it damaged?"):
+    with pytest.raises(UserError, match="ckpt.pt is damaged"):
         compare.main([*flags, "--systems=uniform"])
 
 
@@ -205,6 +223,8 @@ def test_every_system_trains_in_every_shape(data, tmp_path, monkeypatch):
     ("--shape='", "argument --shape: invalid split value"),
     ("--seed=5", "--seed=5 is set for each run; use --systems, --first_seed"),
     ("--shape=--system=none", "--system=none is set for each run"),
+    ("--seeds=0", "--seeds=0 must be above 0"),
+    ("--flops=-1e9", "--flops=-1000000000.0 must be above 0"),
     ("--systems=no", "system='no' must be learned or one of")])
 def test_mistakes_in_a_comparison_are_explained(flag, message):
     with pytest.raises(UserError, match=message):

@@ -3,6 +3,7 @@ import json
 import math
 import re
 import shutil
+import unicodedata
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -33,13 +34,13 @@ PROMPTS = {  # what the harness makes of them
     "lambada": ('He said "no.\n\nI saw', [" Ann"], 0)}
 
 
-@pytest.mark.parametrize("name, suffix", [*zip(ROWS, ["jsonl", "parquet"] * 2)])
+@pytest.mark.parametrize("name, suffix", [*zip(ROWS, ["jsonl", "parquet", "jsonl", "PARQUET"])])
 def test_prompts_are_those_of_the_harness(name, suffix, tmp_path):
     import datasets
     datasets.disable_progress_bars()
     rows = datasets.Dataset.from_list([ROWS[name]] * 2)
     file = tmp_path / f"rows.{suffix}"
-    rows.to_parquet(file) if suffix == "parquet" else rows.to_json(file)
+    rows.to_parquet(file) if suffix.lower() == "parquet" else rows.to_json(file)
     context, answers, right = PROMPTS[name]
     item = context.encode(), [answer.encode() for answer in answers], right
     assert evaluate.read_items(f"{name}={file}", 16) == [item, item]
@@ -87,6 +88,7 @@ def test_the_standard_error_is_that_of_a_bootstrap():
     draws = random.integers(0, 400, (4000, 400))
     bootstrap = (bits[draws].sum(1) / sizes[draws].sum(1)).std()
     assert evaluate.ratio(bits, sizes)[1] == pytest.approx(bootstrap, rel=0.05)
+    assert evaluate.ratio(np.array([3.0]), np.ones(1)) == (3, math.inf)
     assert evaluate.ratio(np.array([1.0, 3.0]), np.ones(2)) == pytest.approx((2, 1))  # 2^.5 / 2^.5
 
 
@@ -95,15 +97,16 @@ def test_accuracy_counts_bits_per_byte_and_only_right_answers_are_averaged(monke
              (b"", [bytes(3), bytes(2)], 0)]
     scores = iter([(6.0, 1, 4), (20.0, 1, 4), (4.0, 1, 4), (12.0, 1, 4), (3.0, 2, 8), (8.0, 3, 8)])
     monkeypatch.setattr(evaluate, "score", lambda *_: next(scores))
-    line = evaluate.evaluate(None, items, None)  # per byte 3 and 2, 1 and 1.5, 1 and 4
+    line = evaluate.task_row(None, items, None)  # per byte 3 and 2, 1 and 1.5, 1 and 4
     assert line[:3] == ["3", "21", "1.6667"] and line[4:] == ["0.6667", "0.2812"]
 
 
-def test_validation_rows_are_all_of_the_split(trained, data, capsys):
-    evaluate.main([f"{trained}/ckpt.pt", f"heldout={data}"])
+def test_validation_rows_are_all_of_the_split(trained, data, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(data.parent))
+    evaluate.main([str(trained), f"heldout=~/{data.name}"])
     line = capsys.readouterr().out.splitlines()[2]
-    size = sum(path.stat().st_size for path in data.glob("val_*.bin"))
-    assert line.startswith(f"| heldout={data} | {size // 32} | {size} | ")
+    size = json.loads((data / "meta.json").read_text())["val"]["bytes"]
+    assert line.startswith(f"| heldout=~/{data.name} | {size // 32} | {size} | ")
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -159,13 +162,31 @@ def test_a_flip_gains_what_whole_passes_with_and_without_the_boundary_differ_by(
 
 def test_contexts_are_sorted_by_worth_and_rare_ones_are_left_out():
     flips = {
-        (10, False): [[1, 0.5, 1, 1 + sign, 2 + 3 * sign] for sign in (1, -1) * 6],
-        (97, True): [[0, 0.25, 0, 2, -3]] * 12,
-        (98, True): [[0, 0.25, 0, 9, 9]] * 11}
+        ("\n", False): [[1, 0.5, 1, 1 + sign, 2 + 3 * sign] for sign in (1, -1) * 6],
+        ("a", True): [[0, 0.25, 0, 2, -3]] * 12,
+        ("b", True): [[0, 0.25, 0, 9, 9]] * 11}
     lines = worth.table_of_contexts(flips).splitlines()[2:]
     assert [line.strip("| ").split(" | ") for line in lines] == [  # 11^-1/2 = 0.302
         ["'a'", "yes", "12", "0.25", "+0.000", "+2.000", "0.000", "-3.000", "0.000"],
         [r"'\n'", "no", "12", "0.50", "+1.000", "+1.000", "0.302", "+2.000", "0.905"]]
+
+
+@pytest.mark.parametrize("word", ["слово9", "हिन्दी", "ภาษาไทยที่", "nghiệp", "שָׁלוֹם"])
+def test_a_letter_of_any_alphabet_and_its_marks_are_in_a_word(word):
+    """The decision after each byte: the character that ends there, and what stands before it."""
+    row = [BOS, *f"«{unicodedata.normalize('NFD', word)}» ".encode()]
+    found = [worth.context(row, i) for i in range(1, len(row))]
+    ended = [(character, after) for character, after in found if isinstance(character, str)]
+    text = unicodedata.normalize("NFD", word)
+    assert ended[:2] == [("«", False), (text[0], False)]
+    assert ended[2:] == [*((character, True) for character in text[1:] + "»"), (" ", False)]
+    assert found[0] == (b"\xc2", False)
+
+
+def test_bars_without_gains_are_flat():
+    svg = worth.bars([(97, True, 0.0, 0.0)] * 2)
+    assert [e.get("d") for e in ElementTree.fromstring(svg) if e.get("stroke")] == [
+        "M1 60.0v-0.0h8v0.0z", "M11 60.0v-0.0h8v0.0z"]
 
 
 def test_bars_are_as_high_as_gains_and_have_the_colour_of_p():
@@ -189,8 +210,8 @@ def test_worth_is_shown_by_a_byte_and_the_one_before_it(trained, tmp_path, monke
         return torch.stack(columns, 1)
 
     monkeypatch.setattr(worth, "flip", flip)
-    checkpoint = shutil.copy(trained / "ckpt.pt", tmp_path)
-    worth.main([checkpoint, "--flips=2048"])
+    shutil.copy(trained / "ckpt.pt", tmp_path)
+    worth.main([str(tmp_path), "--flips=2048"])
     lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:-2]]
     shown = {(eval(byte), after) for byte, after, *_ in lines}
     assert {("o", "yes"), (" ", "yes"), ("\n", "yes"), ("q", "no"), ("t", "no")} <= shown
@@ -215,3 +236,5 @@ def test_only_a_policy_has_decisions_to_flip(trained, tmp_path):
     torch.save(saved, tmp_path / "ckpt.pt")
     with pytest.raises(UserError, match="ckpt.pt is of system=uniform; give a learned one"):
         worth.main([f"{tmp_path}/ckpt.pt"])
+    with pytest.raises(UserError, match="--flips=0 must be above 0"):
+        worth.main([f"{tmp_path}/ckpt.pt", "--flips=0"])

@@ -4,10 +4,10 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -19,7 +19,7 @@ from matplotlib.textpath import TextPath
 from common.checkpoint import load_model
 from common.commandline import UserError
 from conftest import ROOT
-from experiments import figures, machine_code, page
+from experiments import figures, machine_code, page, pictures
 from sample import scored
 
 TEXT = 'a <b>é</b>\n\t"€"\n\n</script><!-- 😀 &amp; the end'
@@ -51,12 +51,12 @@ def expected_cells(steps):
 
 
 def test_a_character_shows_its_p_its_bits_and_whether_a_token_ends():
-    assert cells(page.as_html({"x": STEPS, "y": STEPS[:1]})) == [
+    assert cells(pictures.boundaries_page({"x": STEPS, "y": STEPS[:1]})) == [
         expected_cells(STEPS), expected_cells(STEPS)[:1]]
 
 
 def test_texts_and_names_are_no_markup_and_the_page_needs_no_other_file():
-    made = page.as_html({"</h2><script>alert(1)</script>": STEPS})
+    made = pictures.boundaries_page({"</h2><script>alert(1)</script>": STEPS})
     assert {*re.findall("</?([^ >]*)", made)} == {
         "!doctype", "html", "meta", "title", "style", "h1", "h2", "h3", "p", "br", "b", "i", "div",
         "ul", "li", "code"}
@@ -71,7 +71,7 @@ def test_text_is_legible_on_every_colour_and_larger_p_is_brighter():
 
     last = 0
     for percent in range(101):
-        background, text = map(luminance, page.cell_colours(percent / 100))
+        background, text = map(luminance, pictures.cell_colours(percent / 100))
         low, high = sorted((background, text))
         assert (high + 0.05) / (low + 0.05) >= 4.5
         assert background > last
@@ -80,20 +80,22 @@ def test_text_is_legible_on_every_colour_and_larger_p_is_brighter():
 
 def test_tokens_are_counted():
     steps = [(byte, byte in b" \n", 0.5, 1.0) for byte in b"to be or not to be \nx"]
-    made = page.common_tokens(steps)
+    made = pictures.common_tokens(steps)
     assert "of 7 tokens" in made
     assert re.findall("<li>(.*) <code>(.*)</code>", made) == [
         ("2", "to␣"), ("2", "be␣"), ("1", "or␣"), ("1", "not␣"), ("1", "⏎")]
 
 
-def test_a_page_shows_a_text_or_generates_one_and_is_small(trained, tmp_path, capsys):
+def test_a_page_shows_a_text_or_generates_one_and_is_small(
+        trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(page, "NEW_BYTES", 100)
     text = TEXT * 100
     (tmp_path / "a").write_text(text)
     page.main([f"--out_dir={trained}", f"--score={tmp_path}/a", f"--html={tmp_path}/a.html"])
     made = (tmp_path / "a.html").read_text()
     model, _ = load_model(trained / "ckpt.pt")
     torch.manual_seed(0)
-    assert cells(made) == cells(page.as_html({"": list(scored(model, text.encode()))}))
+    assert cells(made) == cells(pictures.boundaries_page({"": list(scored(model, text.encode()))}))
     assert len(made.encode()) < 40 * len(text) + 20_000
 
     page.main([f"--out_dir={trained}", f"--text={text}", f"--html={tmp_path}/b.html"])
@@ -103,7 +105,7 @@ def test_a_page_shows_a_text_or_generates_one_and_is_small(trained, tmp_path, ca
     for start in "def m", f"FILE:{tmp_path}/start":
         page.main([f"--out_dir={trained}", f"--start={start}", f"--html={tmp_path}/c.html"])
         [shown] = cells((tmp_path / "c.html").read_text())
-        assert "".join(text for *_, text in shown[:5]) == "def m" and len(shown) > 300
+        assert "".join(text for *_, text in shown[:5]) == "def m" and len(shown) > 30
     assert capsys.readouterr().out.splitlines() == [
         f"wrote {tmp_path}/{name}.html" for name in "abcc"]
 
@@ -113,49 +115,59 @@ def test_a_page_shows_a_text_or_generates_one_and_is_small(trained, tmp_path, ca
     (page, ["--out_dir={tmp}", "--start=a", "--html={tmp}/b"], "no checkpoint"),
     (page, ["--out_dir={trained}", "--start=FILE:{tmp}/none", "--html={tmp}/b"], "No such file"),
     (page, ["--out_dir={trained}", "--html={tmp}/b"], "--score --text --start is required"),
+    (page, ["--out_dir={trained}", "--text=", "--html={tmp}/b"], "the text is empty"),
     (page, ["--text=a", "--start=a", "--html={tmp}/b"], "--start: not allowed with .* --text"),
     (figures, ["--watch={tmp}/none"], "No such file"),
     (figures, ["--watch={tmp}"], "No such file or directory: '{tmp}/log.jsonl'"),
-    (figures, ["--watch={tmp}/a"], "holds no evaluations"),
-    (figures, ["--watch={trained}/ckpt.pt"], "ckpt.pt is not a log"),
+    (figures, ["--watch={tmp}/a.jsonl"], "holds no evaluations"),
+    (figures, ["--watch={tmp}/b.jsonl"], "b.jsonl is not a log"),
     (figures, ["--name=none/such"], "there are no runs")])
 def test_mistakes_are_explained(script, arguments, message, trained, tmp_path):
-    (tmp_path / "a").write_text('{"step": 20}\n{"step": 2')
+    (tmp_path / "a.jsonl").write_text('{"step": 20}\n{"step": 2')
+    (tmp_path / "b.jsonl").write_text("no log\n")
     with pytest.raises((UserError, OSError), match=message.format(tmp=tmp_path)):
         script.main([argument.format(tmp=tmp_path, trained=trained) for argument in arguments])
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "b.jsonl"}
+
+
+def test_what_utf8_or_xml_forbids_is_replaced_and_the_rest_is_written(tmp_path):
+    """A file's name may hold any byte, and a text any character."""
+    text = "a" + os.fsdecode(b"caf\xe9") + "\0\x1b\ufffe\uffff\n€"
+    pictures.write(tmp_path / "a.svg", pictures.picture({text: [(text, True, 0.5)]}, 10))
+    words = [e.text for e in ElementTree.parse(tmp_path / "a.svg").getroot() if e.text]
+    assert words[-2] == "acaf" + 5 * "\ufffd" + "\n€"
+    pictures.write(tmp_path / "a.html", pictures.boundaries_page({text: STEPS}))
+    assert "acaf\ufffd" in (tmp_path / "a.html").read_text(encoding="utf-8")
+    made = pictures.plot({text: [[{"paper_flops": 1, "val_bpb": 4}]]})
+    pictures.write(tmp_path / "b.svg", made)
+    ElementTree.parse(tmp_path / "b.svg")
+
+
+def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path):
+    (tmp_path / "a").write_text("old")
+    (tmp_path / "a.part").mkdir()  # in the way
+    with pytest.raises(OSError):
+        pictures.write(tmp_path / "a", "new")
+    assert (tmp_path / "a").read_text() == "old"
+    with pytest.raises(UserError, match="/dev/null is not a file"):
+        pictures.write(Path("/dev/null"), "new")
 
 
 PROGRAMS = [path for path in sorted((ROOT / "experiments").glob("*.py"))
-            if "run(main)" in path.read_text(encoding="utf-8")]
+            if "run_program(main)" in path.read_text(encoding="utf-8")]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
-def test_a_program_that_is_run_as_a_file_says_how_to_run_it(program, monkeypatch, capsys):
-    """The path and the modules are those that Python begins with."""
-    path = [folder for folder in sys.path if folder not in ("", str(ROOT))]
-    monkeypatch.setattr(sys, "path", [str(program.parent), *path])
-    monkeypatch.setattr(sys, "argv", [str(program)])
-    ours = {"experiments", *(path.stem for path in ROOT.glob("*.py"))}
-    for name in [*sys.modules]:
-        if name.partition(".")[0] in ours:
-            monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(program), run_name="__main__")
-    assert end.value.code == 2
-    assert capsys.readouterr() == ("", f"use python -m experiments.{program.stem}\n")
-
-
-def test_only_compare_draws_with_matplotlib_which_needs_no_backend_of_a_notebook(tmp_path):
+def test_only_plot_needs_matplotlib_and_it_needs_no_backend_of_a_notebook(tmp_path):
     """The same points also give the same file."""
     program = f"""
 import sys
 from pathlib import Path
 from experiments import {", ".join(path.stem for path in PROGRAMS)}
+from experiments.pictures import plot
 assert "matplotlib" not in sys.modules
 run = [{{"paper_flops": 1, "val_bpb": 4}}, {{"paper_flops": 30, "val_bpb": 2}}]
 for name in "ab":
-    compare.draw({{"x": [run]}}, Path(sys.argv[1], name + ".svg"))
+    Path(sys.argv[1], name + ".svg").write_text(plot({{"x": [run]}}))
 """
     backend = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
     subprocess.run([sys.executable, "-c", program, tmp_path], cwd=ROOT, check=True,
@@ -200,17 +212,34 @@ def test_a_watched_run_opens_at_the_last_of_its_evaluations(watched):
     assert re.findall(r"<p>(.*) bits per byte, rate 0.200</p>", made) == [
         f"{m:.2f} MB read, {8 / (1 + m):.3f}" for m in MEGABYTES]
     points = re.findall(r'<circle cx="(.*?)" cy="(.*?)"', made)
-    assert re.findall(r'end">(.*)</text>', made) == ["8.40", "3.26", "1.27"]  # 5% beyond 8 and 4/3
+    assert re.findall(r'end">(.*)</text>', made) == ["2", "4", "6", "8"]
+    assert re.findall(r'middle">(\d)</text>', made) == [*"012345"]
     for (x, y), m in zip(points, MEGABYTES, strict=True):
-        fraction = math.log(8.4 * (1 + m) / 8) / math.log(8.4 / (0.95 * 8 / 6))
+        fraction = (8 - 8 / (1 + m)) / (8 - 8 / 6)
         assert (float(x), float(y)) == pytest.approx((440 * m / 5, 150 * fraction), abs=0.1)
 
 
-def test_a_runs_log_will_do_instead_of_its_folder(watched):
+@pytest.mark.parametrize("bits", [[8, 0], [0], [3.5]])
+def test_a_curve_may_reach_0_or_have_one_point(bits):
+    records = [{"bytes": 1e6 * i, "val_bpb": value} for i, value in enumerate(bits)]
+    curve = ElementTree.fromstring(figures.curve(records))
+    points = [(float(e.get("cx")), float(e.get("cy"))) for e in curve if e.tag.endswith("circle")]
+    assert points == ([(0, 0), (440, 150)] if len(bits) > 1 else [(0, 150)])
+
+
+@pytest.mark.parametrize("low, high, expected", [
+    (0, 4.0018, [0, 1, 2, 3, 4]), (1.78, 7.99, [2, 4, 6]), (1.93, 2.21, [2, 2.1, 2.2]),
+    (0, 6000, [0, 2000, 4000, 6000])])
+def test_ticks_are_round_numbers(low, high, expected):
+    assert figures.round_numbers(low, high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("file", ["log.jsonl", "ckpt.pt"])
+def test_a_runs_log_or_checkpoint_will_do_instead_of_its_folder(watched, file):
     made = [(watched / name).read_text() for name in ("watch.html", "watch.svg")]
     (watched / "watch.html").unlink()
     (watched / "watch.svg").unlink()
-    figures.main([f"--watch={watched}/log.jsonl"])
+    figures.main([f"--watch={watched}/{file}"])
     assert [(watched / name).read_text() for name in ("watch.html", "watch.svg")] == made
 
 
@@ -247,7 +276,7 @@ def test_a_picture_has_a_background_and_room_for_its_legend_in_a_wide_font(watch
     assert 0 < end <= 500
 
 
-def test_runs_are_drawn_on_the_first_validation_row(trained, data, tmp_path, monkeypatch):
+def test_runs_are_drawn_on_the_same_given_text_or_first_validation_row(trained, data, tmp_path, monkeypatch):
     for run in "learned-7", "learned-8":
         shutil.copytree(trained, tmp_path / "x/runs" / run)
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
@@ -259,6 +288,11 @@ def test_runs_are_drawn_on_the_first_validation_row(trained, data, tmp_path, mon
     assert (tmp_path / "x/boundaries.svg").stat().st_size > 1000
     figures.main(["--name=x"])  # the same draws
     assert (tmp_path / "x/boundaries.html").read_text(encoding="utf-8") == made
+
+    run = f"{tmp_path}/x/runs/learned-7"
+    figures.main(["--name=y", run, f"{run}/ckpt.pt", "--text=hello there"])
+    texts = cells((tmp_path / "y/boundaries.html").read_text(encoding="utf-8"))
+    assert ["".join(text for *_, text in shown) for shown in texts] == ["hello there"]
 
 
 def test_tokens_in_machine_code_are_counted_on_the_first_bytes_of_instructions(
@@ -282,5 +316,14 @@ def test_tokens_in_machine_code_are_counted_on_the_first_bytes_of_instructions(
     assert "| out/ckpt.pt | 4.328 | 0.43 | 67% | 50% | 0.57 |" in capsys.readouterr().out
     elements = list(ElementTree.parse(tmp_path / "machine_code.svg").getroot())
     texts = [e.text for e in elements if e.tag.endswith("text")]
-    assert texts == ["c3", "ret", "eb", "00", "jmp    0x6"]
-    assert [e.get("d") for e in elements if e.get("class") == "end"] == ["M20 0h2v19h-2z"]
+    assert texts[:3] == ["a boundary is likely", "unlikely", "a token ends"]
+    assert texts[3:] == ["c3", "ret", "eb", "00", "jmp    0x6"]
+    ends = [e.get("d") for e in elements if e.get("class") == "end"]
+    assert ends[1:] == ["M20 34h2v19h-2z"]
+
+    steps[:] = [(byte, False, 0.5, 1) for byte in code]  # no token ends
+    machine_code.main(["out/ckpt.pt", "x.text"])
+    assert "| 0.00 | 0% | 0% | 0.00 |" in capsys.readouterr().out
+    (tmp_path / "x.text").write_bytes(b"")
+    with pytest.raises(UserError, match="x.text is empty"):
+        machine_code.main(["out/ckpt.pt", "x.text"])
