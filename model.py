@@ -28,6 +28,14 @@ M_MULTIPLE = 16 if torch.cuda.is_available() else 8  # M is rounded up: aligned 
 T_MULTIPLE = 64  # T likewise, at most to B * M: products with odd sizes are slow
 
 
+def hint_at_size(M):
+    """Tells torch.compile about M what it does not infer. This changes no result."""
+    if torch.compiler.is_compiling():
+        torch._check(M % M_MULTIPLE == 0)  # so a GPU may load several scores at once
+        if M <= 1024:  # short rows get a graph of their own, whose softmax stays in registers
+            torch._check(M <= 1024)
+
+
 def take(z, i):
     """z[i]: picks from the first dimension of z. Its gradient is faster than indexing's."""
     return F.embedding(i, z)
@@ -115,10 +123,7 @@ class Attention(nn.Module):
         if self.window:
             return window_attention(q, k, v, self.window)
         M = q.size(2)
-        if torch.compiler.is_compiling():  # two hints to the compiler, which change no result
-            torch._check(M % M_MULTIPLE == 0)  # so a GPU may load several scores at once
-            if M <= 1024:  # short rows get a graph of their own, whose softmax stays in registers
-                torch._check(M <= 1024)  # the compiler does not infer this from the `if`
+        hint_at_size(M)
         j = torch.arange(M, device=q.device)  # of the keys
         i = j[:, None]  # of the queries
         return softcapped_attention(q, k, v, j <= i)

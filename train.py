@@ -169,9 +169,10 @@ def losses(logp, early_logp, l, a, hp):
     by moving them; -grad L_pi estimates it, exactly if gamma is 1, times 1 - 1 / n, because each
     of the n rows is also in its own baseline (eq. 17).
 
-    All terms are means over bytes, as in the authors' code. The paper writes eq. 18, 25 and 26 as
-    sums over the N positions of a row, but eq. 24 as a mean. So beside the others, L_tgt weighs N
-    times as much here as in eq. 27 as printed.
+    All terms are means over bytes, as in the authors' code of June 2025 (which has a quadratic loss
+    of the rate in place of eq. 24). The paper writes eq. 18, 25 and 26 as sums over the N positions
+    of a row, but eq. 24 as a mean. So beside the others, L_tgt weighs N times as much here as in
+    eq. 27 as printed.
     """
     L_auto = -logp.mean()  # eq. 25
     L_early = -early_logp.mean()  # eq. 26
