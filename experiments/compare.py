@@ -84,19 +84,6 @@ def train_to_end(flags, out_dir):
         process.wait()  # Ctrl-C reaches train.py too, which then writes a checkpoint
 
 
-def train_all(planned, results):
-    """Trains the planned runs, a list of (flags, out_dir), and writes their results after each."""
-    for flags, out_dir in planned:
-        check_unchanged(out_dir, hyperparameters(flags))
-    succeeded = []
-    for flags, out_dir in planned:
-        succeeded.append(train_to_end(flags, out_dir))
-        if succeeded[-1]:
-            write_results(results)
-    if not all(succeeded):
-        sys.exit(1)
-
-
 # ---- Results.
 def table_row(label, runs):
     """A line of the table: means over the last evaluations of the finished ones of these runs."""
@@ -169,7 +156,16 @@ def main(argv=None):
                     size = affordable_bytes(hyperparameters(flags), options.flops)
                     flags.append(f"--training_bytes={size}")
                 planned.append((flags, results / "runs" / folder / f"{system}-{seed}"))
-    train_all(planned, results)
+    for flags, out_dir in planned:
+        check_unchanged(out_dir, hyperparameters(flags))
+    failed = False
+    for flags, out_dir in planned:
+        if train_to_end(flags, out_dir):
+            write_results(results)
+        else:
+            failed = True
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ Shows where the tokens of a text end, on a self-contained HTML page (the paper's
 
 --score reads a file, and --start generates text. The colour of a character is the policy's
 probability p of a boundary after it: dark blue is 0, yellow is 1. A red bar stands where a token
-ends. Point at a character to see its p and the bits that it costs. Below the text are its most
-common tokens.
+ends. Point at a character to see its p and the bits that it costs.
 """
 import os
 from pathlib import Path

@@ -4,7 +4,6 @@ import io
 import math
 import os
 import re
-from collections import Counter
 
 from common.commandline import UserError, say
 from common.text import characters, printable
@@ -28,7 +27,6 @@ b { box-shadow: inset -2px 0 #e00, inset -3px 0 #fff }
   content: "p = " attr(data-p) "%"; position: fixed; inset: auto 0 0 0; padding: .5em 1em;
   border-top: 1px solid; background: Canvas; color: CanvasText; pointer-events: none }
 .text [data-b]:hover::after { content: "p = " attr(data-p) "%, " attr(data-b) " bits" }
-ul { columns: 11em; font-size: 14px; padding: 0; list-style: none; overflow-wrap: anywhere }
 """
 
 
@@ -143,24 +141,6 @@ def html_cells(steps):
     return made
 
 
-def common_tokens(steps):
-    """The most common tokens of [(byte, a, p, nats)], as HTML."""
-    tokens = Counter()
-    token = b""
-    for byte, a, _, _ in steps:
-        token += bytes([byte])
-        if a:
-            tokens[token] += 1
-            token = b""
-    items = ""
-    for token, count in tokens.most_common(50):
-        text = printable(token.decode(errors="backslashreplace"))
-        text = text.replace("\n", "⏎").replace(" ", "␣")
-        items += f"<li>{count} <code>{html.escape(text)}</code>\n"
-    return f"""<h3>The fifty most common of {tokens.total()} tokens, and their counts</h3>
-<ul>{items}</ul>"""
-
-
 def html_page(title, body):
     """A whole HTML page: title, legend and body."""
     legend = "".join(html_cell(f" {p:.0%} ", False, p) for p in (0, 0.25, 0.5, 0.75, 1))
@@ -185,6 +165,5 @@ def boundaries_page(texts):
     for heading, steps in texts.items():
         body += f"""<h2>{html.escape(printable(heading))}</h2>
 <div class="text">{html_cells(steps)}</div>
-{common_tokens(steps)}
 """
     return html_page("Token boundaries", body)
