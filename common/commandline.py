@@ -111,6 +111,8 @@ def read_command_line(argv, kind):
             if not equals:
                 raise UserError(f"{argument} has no value; write {argument}=value")
             given[key] = value
+        elif hasattr(kind, "start") and not os.path.exists(argument):  # of sample.py
+            raise UserError(f'there is no file {argument!r}; did you mean --start="{argument}"?')
         else:
             given |= read_file(argument)
     known = {field.name: field for field in fields(kind)}
