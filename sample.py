@@ -6,8 +6,7 @@ Generates text with a trained model and shows where its tokens end.
     python sample.py --text="def main(argv):"      shows the boundaries of this text
 
 A │ marks the end of a token. On a terminal the colour is the policy's probability of a
-boundary after that character: blue is low, yellow is high. README shows how to get the tokens
-in Python.
+boundary after that character: blue is low, yellow is high. tokens() returns the tokens in Python.
 """
 import math
 import os
@@ -23,7 +22,9 @@ import torch.nn.functional as F
 from common.checkpoint import device_and_dtype, load_model
 from common.commandline import UserError, read_command_line, run_program
 from common.text import marked
-from model import BOS, softcapped_attention
+from model import BOS, VOCAB_SIZE, draw, softcapped_attention
+
+GENERATED_ONLY = "num_samples", "max_new_bytes", "temperature", "top_k"
 
 
 @dataclass
@@ -32,13 +33,15 @@ class Settings:
     start: bytes = b""  # the text to continue; FILE:PATH reads it from a file
     score: str = ""  # or a file whose boundaries to show; - for stdin
     text: bytes = b""  # or a text whose boundaries to show
-    deterministic: bool = False  # True: draw nothing; a token of the text ends where p > 1/2
-    num_samples: int = 1  # texts to generate
+    deterministic: bool = False  # True: a token ends where p > 1/2; False: boundaries are drawn
+    seed: int = 1337  # of the draws
+    device: str = "auto"  # "auto", "cpu", "cuda" or "mps"
+
+    # of generated texts only
+    num_samples: int = 1  # texts; they are generated as one batch
     max_new_bytes: int = 300  # length of each text
     temperature: float = 0.8  # below 1: likelier bytes; 0: always the likeliest
     top_k: int = 50  # draw from this many likeliest bytes
-    seed: int = 1337  # of the draws
-    device: str = "auto"  # "auto", "cpu", "cuda" or "mps"
 
 
 def check(options):
@@ -54,101 +57,147 @@ def check(options):
 
 # ---- Generation.
 class Cache:
-    """The keys and values of one layer's earlier positions, for `size` positions of B rows.
+    """The keys and values of one layer, at the last `reach` positions."""
 
-    Once it is full, the newest position overwrites the oldest one.
-    """
-
-    def __init__(self, B, size, device):
-        self.size = size
-        self.count = torch.zeros(B, dtype=torch.int64, device=device)  # positions so far
-        self.rows = torch.arange(B, device=device)  # that the next call is for
+    def __init__(self, reach):
+        self.reach = reach
         self.k = self.v = None
+        self.mask = None  # (..., new positions, cached and new positions)
 
     def attend(self, q, k, v):
-        """Attention of one new position of each of self.rows (R,), (R, heads, 1, head_dim)."""
-        if self.k is None:
-            shape = len(self.count), k.size(1), self.size, k.size(3)
-            self.k, self.v = k.new_zeros(shape), v.new_zeros(shape)
-        rows = self.rows
-        slot = self.count[rows] % self.size
-        self.k[rows, :, slot] = k[:, :, 0]
-        self.v[rows, :, slot] = v[:, :, 0]
-        self.count[rows] += 1
-        used = self.count[rows].clamp(max=self.size)
-        most = int(used.max())
-        mask = torch.arange(most, device=k.device) < used[:, None]  # (R, most)
-        k = self.k[rows, :, :most]
-        v = self.v[rows, :, :most]
-        return softcapped_attention(q, k, v, mask[:, None, None])
+        """Attention of new positions (B, heads, n, head_dim), where the mask is True."""
+        if self.k is not None:
+            k = torch.cat((self.k, k), dim=2)
+            v = torch.cat((self.v, v), dim=2)
+        start = max(k.size(2) - self.reach, 0)
+        self.k = k[:, :, start:]
+        self.v = v[:, :, start:]
+        return softcapped_attention(q, k, v, self.mask)
 
 
-def next_byte(logits, temperature, top_k):
-    """Draws one byte per row from logits (B, 257); temperature 0 takes the likeliest one."""
-    logits = logits[:, :BOS]  # <bos> is no byte
-    if temperature == 0:
-        return logits.argmax(-1)
-    smallest = logits.topk(min(top_k, logits.size(1))).values[:, -1:]
-    logits = logits.masked_fill(logits < smallest, -torch.inf)
-    return torch.multinomial((logits / temperature).softmax(-1), 1)[:, 0]
+def band(n, total, window):
+    """The mask of n new positions, the last ones of total, that see window positions."""
+    mask = torch.ones(n, total, dtype=torch.bool)
+    return mask.tril(total - n).triu(total - n - window + 1)
+
+
+class Reader:
+    """Reads B rows of bytes piece by piece: a part of the prompt, or one byte of each row.
+
+    The outputs are those that Model.forward has for the same bytes and uniforms.
+    """
+    longest = 256  # bytes of a piece; the time and memory of a layer are their square
+
+    def __init__(self, model, B):
+        hp = model.hp
+        self.model = model
+        self.down = [Cache(hp.attention_window - 1) for _ in model.down]
+        self.middle = [Cache(math.inf) for _ in model.middle]
+        self.up = [Cache(hp.attention_window - 1) for _ in model.up]
+        self.position = 0
+        self.last = model.embedding.weight.new_zeros(B, 1, hp.embedding_dim)  # each row's last Y'
+        self.used = self.last.new_zeros(B, 0).bool()  # where the middle's caches hold a token
+        self.decisions = self.last.new_zeros(B, hp.policy_window)  # the last w a
+
+    def read(self, x, u):
+        """The next bytes x and their uniforms u (B, n) -> a, p (B, n), logits (B, n, 257)."""
+        model, window, (B, n) = self.model, self.model.hp.attention_window, x.shape
+        mask = band(n, n + min(self.position, window - 1), window).to(x.device)
+        for cache in self.down + self.up:
+            cache.mask = mask
+        positions = torch.arange(self.position, self.position + n, device=x.device)
+        X = model.transform(model.down, model.embedding(x), positions, caches=self.down)
+        p = model.policy(X).sigmoid()  # (B, n, 2^w)
+        if self.position == 0:
+            p[:, 0] = 1.0
+        self.position += n
+
+        # the earlier decisions are drawn again, with p = 1 or 0: they are the new ones' history
+        w = self.decisions.size(1)
+        earlier = self.decisions[..., None].expand(-1, -1, p.size(2))
+        a, history = draw(torch.cat((earlier, p), dim=1), F.pad(u, (w, 0)))
+        self.decisions = a[:, n:].float()
+        a = a[:, w:]
+        p = p.gather(-1, history[:, w:])[..., 0]
+
+        tokens = self.last
+        count = a.sum(1, keepdim=True)
+        M = int(count.max())
+        if M > 0:
+            # each row's boundaries, then other bytes in rows with fewer than M, which are no tokens
+            ends = a.int().argsort(dim=1, descending=True, stable=True)[:, :M]
+            used = torch.arange(M, device=x.device) < count
+            self.used = torch.cat((self.used, used), dim=1)
+            total = self.used.size(1)
+            mask = self.used[:, None, None] & band(M, total, total).to(x.device)
+            for cache in self.middle:
+                cache.mask = mask
+            selected = X.gather(1, ends[..., None].expand(-1, -1, X.size(2)))  # X' (B, M, D)
+            new = model.transform(model.middle, selected, positions[ends], caches=self.middle)
+            tokens = torch.cat((tokens, new), dim=1)  # Y' (B, 1 + M, D)
+        first = torch.arange(B, device=x.device)[:, None] * tokens.size(1)
+        reads = first + a.cumsum(1)
+        tokens = tokens.flatten(0, 1)
+        self.last = tokens[reads[:, -1:]]
+        Y = model.upsample(X, tokens, reads)
+        Z = model.transform(model.up, Y, positions, caches=self.up)
+        return a, p, model.head.logits(Z)
+
+
+class Rereader:
+    """A Reader for the other systems. It reads a row anew for every piece."""
+    longest = sys.maxsize
+
+    def __init__(self, model):
+        self.model = model
+        self.pieces = []
+
+    def read(self, x, u):
+        self.pieces.append((x, u))
+        Z, l, a = self.model.outputs(*(torch.cat(row, dim=1) for row in zip(*self.pieces)))
+        n = x.size(1)
+        return a[:, -n:], l[:, -n:].sigmoid(), self.model.head.logits(Z[:, -n:])
+
+
+def next_byte(logits, v, temperature, top_k):
+    """Draws one byte per row from logits (B, 257), with uniforms v (B,)."""
+    logits, byte = logits[:, :BOS].topk(min(top_k, BOS))  # <bos> is no byte
+    logits = (logits - logits[:, :1]) / max(temperature, 1e-30)  # so 0 takes the likeliest byte
+    below = logits.softmax(-1).cumsum(-1)
+    place = torch.searchsorted(below, v[:, None] * below[:, -1:], right=True)
+    return byte.gather(1, place)[:, 0]
 
 
 @torch.no_grad()
-def generate(model, x, max_new_bytes, temperature, top_k):
+def generate(model, x, max_new_bytes, temperature, top_k, deterministic=False):
     """Continues the prompts x (B, N), x_0 = <bos>, with a model in evaluation mode.
 
     Yields for every byte after <bos>, starting with the prompt's: the byte, whether a token ends
     there, the policy's p, and the byte's negative log-likelihood in nats at temperature 1; all
-    (B,). A byte costs one position of the byte layers, and one of the middle where a token ends; a
-    prompt is read byte by byte too.
+    (B,). With deterministic=True a token ends where p > 1/2.
     """
-    if model.hp.system != "learned":
-        yield from generate_without_cache(model, x, max_new_bytes, temperature, top_k)
-        return
     B, N = x.shape
-    window = model.hp.attention_window
-    down = [Cache(B, window, x.device) for _ in model.down]
-    middle = [Cache(B, N + max_new_bytes, x.device) for _ in model.middle]
-    up = [Cache(B, window, x.device) for _ in model.up]
-    all_rows = torch.arange(B, device=x.device)
-    history = torch.zeros_like(all_rows)  # bit j-1 is a_{i-j}, as in Policy
-    last = torch.zeros(B, model.hp.embedding_dim, device=x.device)  # each row's last Y'
-    for i in range(N + max_new_bytes):
-        byte = x[:, i] if i < N else next_byte(logits, temperature, top_k)
-        position = torch.tensor([i], device=x.device)
-        X = model.transform(model.down, model.embedding(byte[:, None]), position, caches=down)
-        l = model.policy(X)[:, 0]  # (B, 2^w)
-        p = l.gather(1, history[:, None])[:, 0].sigmoid()
-        a = torch.rand(B).to(p) < p
-        if i == 0:
-            a[:] = True
-        history = (2 * history + a) % l.size(1)
-        rows = a.nonzero()[:, 0]
-        if len(rows) > 0:
-            for cache in middle:
-                cache.rows = rows
-            last[rows] = model.transform(model.middle, X[rows], position, caches=middle)[:, 0]
-        Y = model.upsample(X, last, all_rows[:, None])  # (B, 1, D)
-        Z = model.transform(model.up, Y, position, caches=up)[:, 0]
-        if i > 0:
-            yield byte, a, p, F.cross_entropy(logits, byte, reduction="none")
-        logits = model.head.logits(Z)
-
-
-@torch.no_grad()
-def generate_without_cache(model, x, max_new_bytes, temperature, top_k):
-    """The same for the other systems. Each byte costs a pass over all bytes before it."""
-    B, N = x.shape
-    u = torch.rand(B, N + max_new_bytes).to(x.device)
-    shown = 1  # positions already yielded; <bos> never is
-    for _ in range(max_new_bytes + 1):
-        Z, l, a = model.outputs(x, u[:, : x.size(1)])
-        nats = -model.head.logp(Z[:, :-1], x[:, 1:])
-        for i in range(shown, x.size(1)):
-            yield x[:, i], a[:, i], l[:, i].sigmoid(), nats[:, i - 1]
-        shown = x.size(1)
-        byte = next_byte(model.head.logits(Z[:, -1]), temperature, top_k)
-        x = torch.cat((x, byte[:, None]), dim=1)
+    reader = Reader(model, B) if model.hp.system == "learned" else Rereader(model)
+    logits = torch.zeros(B, 1, VOCAB_SIZE, device=x.device)  # for <bos>, which is not yielded
+    done = 0
+    while done < N + max_new_bytes:
+        if done < N:
+            piece = x[:, done : done + reader.longest]
+            u = torch.rand(piece.shape)
+        else:
+            v, u = torch.rand(2, B)
+            piece = next_byte(logits[:, -1], v.to(x.device), temperature, top_k)[:, None]
+            u = u[:, None]
+        if deterministic:
+            u = torch.full_like(u, 0.5)
+        a, p, after = reader.read(piece, u.to(x.device))
+        logits = torch.cat((logits[:, -1:], after), dim=1)
+        nats = F.cross_entropy(logits[:, :-1].mT, piece, reduction="none")
+        steps = zip(*(z.unbind(1) for z in (piece, a, p, nats)))
+        if done == 0:
+            next(steps)  # <bos>
+        yield from steps
+        done += piece.size(1)
 
 
 def prompt(start):
@@ -180,31 +229,51 @@ def scored(model, text, deterministic=False):
 
 def load(out_dir="out"):
     """The model that train.py saved in a folder, in evaluation mode on the CPU. Or UserError."""
-    model, _ = load_model(Path(out_dir).expanduser() / "ckpt.pt")
+    model, _ = load_model(out_dir)
     return model
 
 
 def tokens(model, text, deterministic=False):
-    """Yields (start, end, p) for the tokens of a text, a str or bytes.
+    """Yields (token, p) for the tokens of a text, a str or bytes.
 
-    A token is the text's bytes from start to end, without end. p is the policy's probability that
-    it ends there.
+    A token is bytes. p is the policy's probability that it ends there, or None if it ends only
+    because the text does.
     """
     text = text if isinstance(text, bytes) else text.encode()
     start = 0
     for end, (_, a, p, _) in enumerate(scored(model, text, deterministic), 1):
         if a or end == len(text):
-            yield start, end, p
+            yield text[start:end], p if a else None
             start = end
 
 
 # ---- The program.
+def row_of(steps, r):
+    """Row r of the steps that generate yields, as numbers."""
+    for step in steps:
+        yield [z[r].item() for z in step]
+
+
+def bits_per_byte(nats, seq_len):
+    """The mean of nats in bits, with its standard error over rows of seq_len bytes, as a text."""
+    bits = torch.tensor(nats) / math.log(2)
+    rows = (bits - bits.mean()).split(seq_len)
+    if len(rows) == 1:
+        return f"{bits.mean():.3f} bits per byte"
+    deviation = torch.stack([row.sum() for row in rows]).std()
+    error = math.sqrt(len(rows)) * deviation / len(bits)
+    return f"{bits.mean():.3f} ± {error:.3f} bits per byte"
+
+
 def main(argv):
     """Runs the command line. Raises UserError."""
     chosen = read_command_line(argv, Settings)
     given = [key for key in ("start", "score", "text") if key in chosen]
     if len(given) > 1:
         raise UserError(f"--{' and --'.join(given)} exclude each other; give one of them")
+    ignored = [key for key in GENERATED_ONLY if key in chosen]
+    if ignored and given and given != ["start"]:
+        raise UserError(f"--{given[0]} generates nothing; leave out --{' and --'.join(ignored)}")
     options = Settings(**chosen)
     check(options)
     device, _ = device_and_dtype(options.device, "float32")
@@ -221,25 +290,26 @@ def main(argv):
     elif "text" in chosen or "score" in chosen:
         raise UserError("the given text is empty")
     else:
-        x = prompt(options.start).to(device)
-        streams = [
-            generate(model, x, options.max_new_bytes, options.temperature, options.top_k)
-            for _ in range(options.num_samples)]
+        x = prompt(options.start).to(device).expand(options.num_samples, -1)
+        steps = generate(model, x, options.max_new_bytes, options.temperature, options.top_k,
+                         options.deterministic)
+        streams = [row_of(copy, r) for r, copy in enumerate(tee(steps, options.num_samples))]
     started = time.perf_counter()
-    n = ends = nats = 0
+    ends = 0
+    nats = []
     for stream in streams:
         shown, again = tee(stream)
         for piece in marked(shown):
             print(piece, end="", flush=True)
         print("\n" + "-" * 80)
         for _, a, _, cost in again:
-            n += 1
-            ends += int(a)
-            nats += float(cost)
+            ends += a
+            nats.append(cost)
         ends += not a  # the last token ends with the text
     seconds = time.perf_counter() - started
+    n = len(nats)
     # a generated text is drawn at another temperature than its bits are computed for
-    bits = f", {nats / n / math.log(2):.3f} bits per byte" if text else ""
+    bits = f", {bits_per_byte(nats, model.hp.seq_len)}" if text else ""
     print(f"{n} bytes, {ends} tokens, {n / ends:.2f} bytes per token{bits}, "
           f"{n / seconds:.0f} bytes per second")
 

@@ -1,5 +1,6 @@
-"""sample.py, and configurator.py's text with boundaries."""
+"""sample.py, and common/text.py."""
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ class Doubled(torch.nn.Module):
         self.mlp = torch.nn.Sequential(
             torch.nn.Linear(32, 8), torch.nn.GELU(), torch.nn.Linear(8, 16))
 
-    def forward(self, X, target):
+    def forward(self, X):
         return self.mlp(X)
 
 
@@ -50,24 +51,54 @@ def test_cached_generation_is_the_full_pass_whatever_the_policy_and_upsample(w, 
     torch.testing.assert_close(p, l.sigmoid()[:, 1:], atol=1e-4, rtol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", [[50], [1] * 50, [1, 20, 1, 1, 27]])
+def test_rows_read_in_pieces_are_the_full_pass_for_the_same_uniforms(sizes):
+    model, (x, y), u = small_model().eval(), some_bytes(3, 50), torch.rand(3, 50)
+    reader = sample.Reader(model, 3)
+    pieces = zip(x.split(sizes, 1), u.split(sizes, 1))
+    a, p, logits = (torch.cat(z, 1) for z in zip(*(reader.read(*piece) for piece in pieces)))
+    logp, _, l, full_a = model(x, y, u)
+    assert torch.equal(a, full_a)
+    torch.testing.assert_close(p[:, 1:], l[:, 1:].sigmoid(), atol=1e-5, rtol=1e-5)
+    nats = F.cross_entropy(logits.mT, y, reduction="none")
+    torch.testing.assert_close(nats, -logp, atol=1e-4, rtol=1e-4)
+
+
+def test_a_generated_text_depends_on_the_draws_but_not_on_the_pieces_of_its_prompt(monkeypatch):
+    model, (x, _) = small_model().eval(), some_bytes(1, 40)
+
+    def generated():
+        torch.manual_seed(7)
+        return [[z.item() for z in step] for step in sample.generate(model, x, 40, 1.0, 50)]
+
+    at_once = generated()
+    monkeypatch.setattr(sample.Reader, "longest", 9)
+    assert torch.tensor(generated()).allclose(torch.tensor(at_once), atol=1e-4)
+
+
 def test_generation_ends_a_token_where_a_uniform_number_is_below_p(monkeypatch):
+    model, (x, _) = small_model().eval(), some_bytes(40, 1)
     rand, uniforms = torch.rand, []
     monkeypatch.setattr(torch, "rand", lambda *size: uniforms.append(rand(*size)) or uniforms[-1])
-    steps = list(sample.generate(small_model().eval(), some_bytes(40, 1)[0], 60, 1.0, 257))
+    steps = list(sample.generate(model, x, 60, 1.0, 257))
     a, p = (torch.stack([step[k] for step in steps]) for k in (1, 2))
-    u = torch.stack(uniforms)[1:]  # without <bos>
+    u = torch.stack([u for _, u in uniforms[1:]])  # without <bos>; the first of two draws the byte
     assert torch.equal(a, u < p)
     assert 100 < a.sum() < 2300
+    for _, a, p, _ in sample.generate(model, x, 20, 1.0, 257, deterministic=True):
+        assert torch.equal(a, p > 0.5)
 
 
 def test_the_next_byte_is_one_of_the_likeliest_and_never_bos():
-    logits = torch.zeros(2000, 257)
+    logits, v = torch.zeros(2000, 257), torch.rand(2000)
     logits[:, BOS], logits[:, 65], logits[:, 66] = 9, 2, 1
-    assert set(sample.next_byte(logits, 0, 50).tolist()) == {65}
-    assert len(set(sample.next_byte(logits, 1.0, 300).tolist())) > 200  # more than there are
-    drawn = sample.next_byte(logits, 0.5, 2)  # p is proportional to e^(2 / 0.5) and e^(1 / 0.5)
-    assert set(drawn.tolist()) == {65, 66}
-    assert (drawn == 65).float().mean().item() == pytest.approx(1 / (1 + math.exp(-2)), abs=0.04)
+    for temperature in 0, 1e-320, 1e-38, 1e-3:
+        assert set(sample.next_byte(logits, v, temperature, 50).tolist()) == {65}
+    assert len(set(sample.next_byte(logits, v, 1.0, 300).tolist())) > 200  # more than there are
+    drawn = sample.next_byte(logits, v, 0.5, 2)  # p is proportional to e^(2 / 0.5) and e^(1 / 0.5)
+    assert torch.equal(drawn, torch.where(v < 1 / (1 + math.exp(-2)), 65, 66))
+    assert sample.next_byte(logits[:2], torch.tensor([0, 1 - 2**-24]), 1.0, 2).tolist() == [65, 66]
 
 
 def shown(text, boundaries=()):
@@ -107,18 +138,18 @@ def test_the_flags_reach_generation_and_the_last_line_sums_up(
     def generate(model, x, *options):
         asked.append((x.tolist(), *options, torch.rand(()).item()))
         for i in range(6):
-            a = torch.tensor([i % 3 == 0])
-            yield torch.tensor([97]), a, torch.tensor([0.5]), torch.tensor([3 * math.log(2)])
+            a = torch.tensor([i % 3 == 0, False])
+            yield torch.tensor([97, 98]), a, torch.full((2,), 0.5), torch.full((2,), 3.0)
 
     monkeypatch.setattr(sample, "generate", generate)
     sample.main(["--start=~/é\udcff ", "--num_samples=2", "--max_new_bytes=7", "--temperature=0.3",
-                 "--top_k=9", "--seed=11", f"--out_dir={trained}"])
+                 "--top_k=9", "--seed=11", "--deterministic=True", f"--out_dir={trained}"])
     torch.manual_seed(11)
-    prompt = [[BOS, *"~/é".encode(), 255, 32]]  # neither expanded nor decoded
-    assert asked == [(prompt, 7, 0.3, 9, torch.rand(()).item()) for _ in range(2)]
+    prompt = [BOS, *"~/é".encode(), 255, 32]  # neither expanded nor decoded
+    assert asked == [([prompt, prompt], 7, 0.3, 9, True, torch.rand(()).item())]
     out = capsys.readouterr().out
-    assert out.startswith("a│aaa│aa\n---")
-    assert "\n12 bytes, 6 tokens, 2.00 bytes per token, " in out  # the last one ends unmarked
+    assert out.startswith(f"a│aaa│aa\n{80 * '-'}\nbbbbbb\n---")
+    assert "\n12 bytes, 4 tokens, 3.00 bytes per token, " in out  # the last ones end unmarked
     (tmp_path / "prompt").write_bytes(b"a\xff")
     sample.main([f"--start=FILE:{tmp_path}/prompt", f"--out_dir={trained}"])
     assert asked[-1][0] == [[BOS, 97, 255]]
@@ -164,14 +195,26 @@ def test_the_tokens_of_a_text_are_its_bytes_cut_at_the_boundaries():
     text = b"def main(argv):\n" * 4 + "né € x".encode() + b"a\xff\xc3"
     model = small_model(seq_len=16).eval()
     torch.manual_seed(3)
-    ends = [(i, p) for i, (_, a, p, _) in enumerate(sample.scored(model, text), 1)
-            if a or i == len(text)]
-    starts = [0, *(i for i, _ in ends)]
+    steps = list(sample.scored(model, text))
     torch.manual_seed(3)
-    assert list(sample.tokens(model, text)) == [(i, j, p) for i, (j, p) in zip(starts, ends)]
-    assert 5 < len(ends) < 70
+    pieces, p = zip(*sample.tokens(model, text))
+    assert b"".join(pieces) == text
+    assert 5 < len(pieces) < 70
+    expected = [step[2] for step in steps if step[1]]
+    assert list(p) == expected + [None] * (not steps[-1][1])  # None: the text ends there
     for byte, a, p, _ in sample.scored(model, text, deterministic=True):
         assert a == (p > 0.5)
+    model.policy.forward = lambda X: torch.full((*X.shape[:2], 8), 9.0)  # ends tokens everywhere
+    assert [piece for piece, p in sample.tokens(model, "né", True) if p] == [b"n", b"\xc3", b"\xa9"]
+    model.policy.forward = lambda X: torch.full((*X.shape[:2], 8), -9.0)
+    assert list(sample.tokens(model, "né", True)) == [("né".encode(), None)]
+
+
+def test_the_bits_of_a_text_have_the_standard_error_of_its_rows():
+    nats = [math.log(2) * bits for bits in (1, 3, 4, 6, 7, 7)]
+    assert sample.bits_per_byte(nats, 6) == "4.667 bits per byte"
+    # the rows' sums of 4, 10 and 14 are 16/3, -2/3 and 14/3 away from 2 * 14/3
+    assert sample.bits_per_byte(nats, 2) == "4.667 ± 1.453 bits per byte"
 
 
 def test_bytes_are_scored_as_they_are(trained, tmp_path, capsys):
@@ -183,13 +226,19 @@ def test_bytes_are_scored_as_they_are(trained, tmp_path, capsys):
     assert "\n4 bytes, " in out
 
 
-def test_readmes_python_example_runs_as_written(trained, monkeypatch, capsys):
+def test_readmes_python_examples_run_as_written(trained, monkeypatch, capsys):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    example = readme[readme.index("from sample import") :].partition("```")[0]
+    examples = re.findall("```python\n(.*?)```", readme, re.DOTALL)
+    example = "".join(code for code in examples if "from sample import" in code)
     monkeypatch.chdir(trained.parent)
-    exec(example.replace('"out"', f'"{trained}"'))
-    lines = capsys.readouterr().out.splitlines()
-    assert b"".join(eval(line.rpartition(" ")[0]) for line in lines) == b"def main(argv):"
+    names = {}
+    exec(example.replace('"out"', f'"{trained}"'), names)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("b")]
+    pieces, p = zip(*(line.split("' ") for line in lines))
+    assert b"".join(eval(piece + "'") for piece in pieces) == b"def main(argv):"
+    assert all(0 < float(number) < 1 for number in p if number != "None")
+    if "vectors" in names:
+        assert names["vectors"].shape[1:] == (16,)
 
 
 def test_a_reader_that_has_seen_enough_gets_no_traceback(trained):
@@ -203,15 +252,20 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(trained):
 @pytest.mark.parametrize("arguments, message", [
     (["--out_dir=no/such"], "there is no checkpoint no/such/ckpt.pt"),
     (["--out_dir={trained}", "--score={tmp}/empty"], "the given text is empty"),
-    (["--temperature=-1"], "temperature=-1.0 breaks the rule temperature >= 0"),
+    (["--temperature=-1"], "temperature=-1.0 must not be negative"),
     (["--temperature=nan"], "temperature cannot be 'nan' (type float, "),
     (["--out_dir={trained}", "--text="], "the given text is empty"),
     (["--score=a", "--start=b"], "--start and --score exclude each other; give one of them"),
     (["--out_dir={trained}", "--device=nonsense"], "nonsense"),
     (["--out_dir={trained}", "--device=mps"], "device='mps' must be auto or one that torch finds"),
-    (["--max_new_bytes=0"], "max_new_bytes=0 breaks the rule max_new_bytes > 0"),
-    (["--seed=2**63"], "breaks the rule 0 <= seed < 2**63"),
-    (["--top_k=0"], "top_k=0 breaks the rule top_k > 0"),
+    (["--max_new_bytes=0"], "max_new_bytes=0 must be above 0"),
+    (["--seed=2**63"], "seed=9223372036854775808 must be from 0 to 2**63 - 1"),
+    (["--top_k=0"], "top_k=0 must be above 0"),
+    (["--text=a", "--top_k=5", "--temperature=0"],
+     "--text generates nothing; leave out --temperature and --top_k"),
+    (["--score=a", "--num_samples=2"], "--score generates nothing; leave out --num_samples"),
+    (["--max_new_bytes=1.5"], "max_new_bytes cannot be '1.5' (type int, default 300)"),
+    (["def main"], 'there is no file \'def main\'; did you mean --start="def main"?'),
     (["--num_samples=x"], "num_samples cannot be 'x' (type int, default 1)"),
 ])
 def test_a_mistake_on_the_command_line_is_explained(arguments, message, trained, tmp_path):
