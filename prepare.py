@@ -6,29 +6,24 @@ Cuts text into rows of bytes that train.py can read.
     python prepare.py --dataset=hf --hf_path=some/file.jsonl --text_column=content
     python prepare.py --dataset=fineweb --max_bytes=6e9
 
-    --dataset          stdlib, files, hf, fineweb or codeparrot (stdlib)
-    --input            files, folders, globs, or - for stdin; each file is a document
-    --hf_path          dataset of the hub, or a folder or file of JSON, CSV, Parquet or Arrow
-    --hf_name          configuration of a dataset of the hub, e.g. sample-100BT
-    --split            split of a dataset (train)
-    --text_column      column of a dataset that holds the documents (text)
-    --out_dir          folder of the shards (data/<dataset>)
-    --seq_len          bytes per row (4096)
-    --split_documents  use all rows of a document (default for local files) or only its first
-    --val_fraction     share of the rows that go to val (0.02)
-    --max_bytes        stop after this many bytes of rows, e.g. 6e9
+Documents are packed end to end, with two newlines after each. Only the last bytes of train and of
+val, less than a row each, are left out. With --pack=False, the paper's rule, a row is the beginning
+of a document, and shorter documents are left out. Of copies, the first is used.
 
-A document is cut into rows, and the remainder is left out. If the program is stopped, the same
-command continues. In folders and by wildcards, it skips hidden and unreadable files, copies,
-caches, installed packages, and what lies in a folder with shards or a checkpoint.
+Val's share is val_fraction of all bytes so far, and at least a row. A document of at most half this
+share goes to val whole if val has less than its share; a larger one gives its last rows, as many as
+val lacks.
 
-A document that is larger than val's share of all rows so far gives its last rows to val, as many
-as val lacks. Others stay whole: they go to val if a hash of their rows is below val_fraction or
-val has less than half of its share, unless it would then have more than 1.5 times its share.
+In folders and by wildcards, it skips hidden and unreadable files, caches, installed packages, and
+what lies in a folder with shards or a checkpoint. If it is stopped, the same command continues. It
+needs memory for a document, or a gigabyte of it, and about 100 bytes for each document.
 """
 import argparse
 import glob
+import hashlib
+import inspect
 import json
+import math
 import os
 import re
 import sys
@@ -36,6 +31,8 @@ import sysconfig
 import zlib
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -43,16 +40,38 @@ import pyarrow.dataset
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from common.commandline import UserError, argument_parser, run_program, say
+from common.commandline import UserError, argument_parser, parse, run_program, say
 
-DEFAULTS = {"seq_len": 4096, "val_fraction": 0.02, "split": "train", "text_column": "text"}
 SHARD_BYTES = 10**8  # rounded to whole rows
+LARGEST = 2**30  # bytes; of a larger file, each such piece is a document
 PRESETS = {
-    "fineweb": {"hf_path": "HuggingFaceFW/fineweb", "hf_name": "sample-10BT"},
-    "codeparrot": {"hf_path": "codeparrot/codeparrot-clean", "text_column": "content"}}
+    "stdlib": {}, "files": {}, "hf": {},
+    "fineweb": {"hf_path": "HuggingFaceFW/fineweb", "hf_name": "sample-10BT", "pack": False},
+    "codeparrot": {"hf_path": "codeparrot/codeparrot-clean", "text_column": "content",
+                   "pack": False}}
+KINDS = {  # how `datasets` reads a file, by its suffix
+    "json": {"path": "json"}, "jsonl": {"path": "json"}, "ndjson": {"path": "json"},
+    "csv": {"path": "csv"}, "tsv": {"path": "csv", "sep": "\t"}, "parquet": {"path": "parquet"},
+    "arrow": {"path": "arrow"}, "txt": {"path": "text", "sample_by": "document"}}
+SUFFIX = re.compile(rf".*\.({'|'.join(KINDS)})\b[^/]*$", re.IGNORECASE)  # also .json.gz
 SKIPPED = re.compile(r"(^|/)\.|(__pycache__|(site|dist)-packages)(/|$)|\.pyc$")
-NO_TEXT = re.compile(rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|PK\x03\x04|%PDF|\xff\xfe|\xfe\xff")
 OURS = "train_00000.bin", "val_00000.bin", "ckpt.pt"
+
+
+@dataclass
+class Options:
+    dataset: str = "stdlib"  # stdlib, files, hf, fineweb or codeparrot
+    input: list = None  # files, folders, globs, or - for stdin; each file is a document
+    hf_path: str = ""  # a dataset of the hub, a folder, or a JSON, CSV, TSV, Parquet or Arrow file
+    hf_name: str = ""  # configuration of a dataset of the hub, e.g. sample-100BT
+    split: str = "train"  # split of a dataset
+    text_column: str = "text"  # column of a dataset that holds the documents
+    out_dir: str = ""  # folder of the shards; if empty, data/<dataset>
+    seq_len: int = 4096  # bytes per row
+    pack: bool = True  # pack documents end to end; False for fineweb and codeparrot
+    binary: bool = False  # also use files with a NUL among their first 8192 bytes
+    val_fraction: float = 0.02  # val's share, at most 1/2
+    max_bytes: int = 0  # stop after this many bytes of rows, e.g. 6e9; 0: use all
 
 
 def open_shards(folder, split, seq_len, notes="meta.json"):
@@ -65,77 +84,115 @@ def open_shards(folder, split, seq_len, notes="meta.json"):
         raise UserError(f"no {path}; make the data first: python prepare.py --help")
     try:
         state = json.loads(path.read_text())
-        size = state["options"]["seq_len"]
-        shard_bytes = state["options"]["shard_bytes"]
+        size, shard_bytes = state["options"]["seq_len"], state["options"]["shard_bytes"]
         total = state[split]["bytes"]
-        shards = []
-        for start in range(0, total, shard_bytes):
-            rows = min(shard_bytes, total - start) // seq_len
-            # np.memmap would keep a file open for each of maybe thousands of shards
-            with pyarrow.memory_map(f"{folder}/{split}_{start // shard_bytes:05d}.bin") as file:
-                data = np.frombuffer(file.read_buffer(rows * seq_len), np.uint8)
-            shards.append(data.reshape(rows, seq_len))
-    except (ValueError, TypeError, LookupError, FileNotFoundError) as error:
-        raise UserError(f"{path} or a shard is damaged ({error}); remove {folder} and start again")
-    if size % seq_len:
+    except (ValueError, TypeError, LookupError) as error:
+        raise UserError(f"{path} is damaged ({error}); remove {folder} and start again")
+    if seq_len < 1 or size % seq_len:
         raise UserError(f"seq_len={seq_len} does not divide the {size} bytes of a row in {folder}")
+    shards = []
+    for start in range(0, total, shard_bytes):
+        shard = f"{folder}/{split}_{start // shard_bytes:05d}.bin"
+        wanted = min(shard_bytes, total - start)
+        if not os.path.exists(shard) or os.path.getsize(shard) < wanted:
+            raise UserError(f"{shard} is missing or damaged; remove {folder} and start again")
+        # np.memmap would keep a file open for each of maybe thousands of shards
+        with pyarrow.memory_map(os.fsencode(shard)) as file:
+            data = np.frombuffer(file.read_buffer(wanted), np.uint8)
+        shards.append(data.reshape(-1, seq_len))
     return shards
 
 
-def read_files(options, state):
-    """Yields a version of the input, then documents and bookmarks: where to go on after them."""
-    counts = Counter()
+# ---- The input. Each kind has a function that finds it, and one that reads its documents.
+def has_skipped_name(path, root):
+    """Whether a part of the path that was found below root, not written by the user, is SKIPPED."""
+    path, root = path.as_posix(), root.as_posix()
+    return SKIPPED.search(path[len(os.path.commonprefix([path, root])) :]) is not None
+
+
+def find_files(options, counts):
+    """The files of the input in order, and a number that changes with them. UserError."""
+    library = options.dataset == "stdlib"
     paths = {}
-    wanted = "*" if "input" in options else "*.py"
-    for root in options.get("input", [sysconfig.get_path("stdlib")]):
-        root = "/dev/stdin" if root == "-" else os.path.abspath(root)
-        found = [root] if os.path.exists(root) else glob.glob(root, recursive=True)
+    for root in [sysconfig.get_path("stdlib")] if library else options.input:
+        root = Path("/dev/stdin" if root == "-" else os.path.abspath(root))
+        found = [root] if root.exists() else [*map(Path, glob.glob(str(root), recursive=True))]
         if not found:
             raise UserError(f"--input={root} matches no file")
         while found:
-            path = Path(found.pop())
+            path = found.pop()
             real = os.path.realpath(path)
-            below = str(path)[len(os.path.commonprefix([str(path), root])) :]  # found, not written
             ours = any(Path(path.parent, name).exists() for name in OURS)
             unreadable = not os.access(path, os.R_OK) or path.is_fifo()
-            if below and (SKIPPED.search(below) or ours or unreadable):
+            if path != root and (has_skipped_name(path, root) or ours or unreadable):
                 counts["paths skipped (see --help)"] += 1
             elif real not in paths:  # a link may lead back
                 paths[real] = path
                 if path.is_dir():
                     found += sorted(path.iterdir())
-    files = sorted(path for path in paths.values() if path.match(wanted) and not path.is_dir())
-    yield zlib.crc32(repr([(path, path.stat().st_mtime) for path in files]).encode())
-    state["counts"] = counts
-    seen = set()
-    for path in files:
-        with open(path, "rb") as file:
-            while document := file.read(2**30):  # of a larger file, each gigabyte is a document
-                counts["packed, PDF or UTF-16 files used raw"] += bool(NO_TEXT.match(document))
-                if hash(document) in seen:
-                    counts["copies skipped"] += 1
-                elif len(seen) >= state["bookmark"]:
-                    yield document, len(seen) + 1
-                seen.add(hash(document))
+    files = sorted(path for path in paths.values()
+                   if path.match("*.py" if library else "*") and not path.is_dir())
+    return files, zlib.crc32(repr([(path, path.stat().st_mtime) for path in files]).encode())
 
 
-def read_hf(options, state):
-    """Yields what read_files yields, of a Hugging Face dataset."""
-    import datasets  # here because it takes seconds
-    path, split, column = options["hf_path"], options["split"], options["text_column"]
-    kind = not os.path.isdir(path) and re.search(r"\.(json|csv|parquet|arrow)[^/]*$", path)
+def read_files(files, options, state):
+    """Yields documents, each with a bookmark: where to go on after it."""
+    first, offset = state["bookmark"] or (0, 0)
+    for index in range(first, len(files)):
+        with open(files[index], "rb") as file:
+            if offset:  # else it may be a pipe, which cannot seek
+                file.seek(offset)
+            while document := file.read(LARGEST):
+                if not offset and not options.binary and b"\0" in document[:8192]:
+                    state["counts"]["files with NUL bytes skipped (--binary=True uses them)"] += 1
+                    break
+                offset += len(document)
+                yield document, (index, offset)
+        offset = 0
+
+
+@contextmanager
+def one_line(options):
+    """Makes one line of what `datasets` and the libraries below it raise, dozens of types.
+
+    UserError if the data may be wrong, and OSError if not: mostly it is the network.
+    """
     try:
-        builder = datasets.load_dataset_builder(
-            kind[1] if kind else path, options.get("hf_name"),
-            data_files=glob.escape(path) if kind else None)
-        yield f"{builder.config_id} {builder.hash}"
-        state["counts"] = counts = Counter(state["counts"])
-        config = builder.config
-        config.batch_size = 1000  # of Parquet; the default fails if the first row group is empty
-        # without this, pyarrow keeps in memory all that it has read of a Parquet file
-        config.fragment_scan_options = pyarrow.dataset.ParquetFragmentScanOptions(pre_buffer=False)
-        records = builder.as_streaming_dataset(split)
-        files = len(config.data_files[split])
+        yield
+    except Exception as error:
+        if getattr(error, "errno", None):
+            raise  # the operating system's: the data may be right
+        path, split = options.hf_path, options.split
+        in_data = os.path.exists(path) or isinstance(error, (ValueError, FileNotFoundError))
+        kind = UserError if in_data else OSError
+        raise kind(f"cannot read --text_column={options.text_column} --split={split} of {path}: "
+                   f"{str(error) or 'no records'}{' (slices are not supported)' * ('[' in split)}")
+
+
+def find_dataset(options, counts):
+    """A Hugging Face dataset's builder, and a text that changes with its files. UserError."""
+    import datasets  # here because it takes seconds
+    path = options.hf_path
+    suffix = not os.path.isdir(path) and SUFFIX.match(path)
+    if os.path.isfile(path) and not suffix:
+        raise UserError(f"--hf_path={path} has none of the suffixes {', '.join(KINDS)}; to read it "
+                        f"as text, use --dataset=files --input={path}")
+    how = KINDS[suffix[1].lower()] | {"data_files": glob.escape(path)} if suffix else {"path": path}
+    with one_line(options):
+        builder = datasets.load_dataset_builder(**how, name=options.hf_name or None)
+    return builder, f"{builder.config_id} {builder.hash}"
+
+
+def read_dataset(builder, options, state):
+    """Yields what read_files yields, of a Hugging Face dataset."""
+    path, column, counts = options.hf_path, options.text_column, state["counts"]
+    config = builder.config
+    config.batch_size = 1000  # of Parquet; the default fails if the first row group is empty
+    # without this, all that was read of a Parquet file stays in memory (of one of 160 MB: 115 MB)
+    config.fragment_scan_options = pyarrow.dataset.ParquetFragmentScanOptions(pre_buffer=False)
+    with one_line(options):
+        records = builder.as_streaming_dataset(options.split)
+        files = len(config.data_files[options.split])
         found = sum(file.is_file() for file in Path(path).rglob("*")) or files
         say(f"reading {files} of {found} files of {path}")
         if state["bookmark"]:
@@ -144,22 +201,16 @@ def read_hf(options, state):
             if column not in record:
                 raise ValueError(f"the columns are {[*record]}")
             if "__index_level_0__" in record and builder.name == "csv":
-                raise ValueError("the first line has more commas than the header")
+                raise ValueError("the first line has more fields than the header")
             kind = type(record[column]).__name__
             counts[f"records of type {kind}"] += 1
             if kind == "str":
                 yield record[column].encode(), records.state_dict()
         if "records of type str" not in counts:
             raise ValueError(f"there is no text, only {dict(counts)}")
-    except Exception as error:  # datasets and the libraries below it raise dozens of types
-        if getattr(error, "errno", None):
-            raise  # the operating system's: the data may be right
-        in_data = os.path.exists(path) or isinstance(error, (ValueError, FileNotFoundError))
-        kind = UserError if in_data else OSError  # OSError: mostly the network
-        raise kind(f"cannot read --text_column={column} --split={split} of {path}: "
-                   f"{str(error) or 'no records'}{' (slices are not supported)' * ('[' in split)}")
 
 
+# ---- The output.
 @contextmanager
 def locked(folder):
     """Makes and locks a folder. UserError: another run has it. A new one that stays empty goes."""
@@ -183,103 +234,145 @@ def write_json(path, state):
     part.replace(path)
 
 
-def append(folder, split, state, rows):
-    """Writes a document's rows, a memoryview, at the end of a split."""
+def append(folder, split, state, data):
+    """Writes a document's bytes, a memoryview, and the separator at the end of a split."""
+    if not data:
+        return
     shard_bytes = state["options"]["shard_bytes"]
-    state[split]["documents"] += len(rows) > 0
-    while rows:
-        index, held = divmod(state[split]["bytes"], shard_bytes)
-        with open(f"{folder}/{split}_{index:05d}.bin", "ab") as file:
-            file.truncate(held)  # a killed run may have written more
-            written = file.write(rows[: shard_bytes - held])
-        state[split]["bytes"] += written
-        rows = rows[written:]
+    state[split]["documents"] += 1
+    for part in data, memoryview(state["options"]["separator"].encode()):
+        while part:
+            index, held = divmod(state[split]["bytes"], shard_bytes)
+            with open(f"{folder}/{split}_{index:05d}.bin", "ab") as file:
+                file.truncate(held)  # a killed run may have written more
+                written = file.write(part[: shard_bytes - held])
+            state[split]["bytes"] += written
+            part = part[written:]
+
+
+def val_part(size, train, val, options):
+    """How many of a document's bytes go to val, its last ones, by the rule in the help.
+
+    size is the document's, train and val are the splits' before it, all in bytes.
+    """
+    def share(total):
+        return max(options.val_fraction * total, options.seq_len)
+
+    if size <= share(train + val) / 2:  # without the document, or long ones would be preferred
+        return size if val < share(train + val) else 0
+    lacks = share(train + val + size) - val  # with it, for it may be the only one
+    return min(max(math.ceil(lacks / options.seq_len), 0) * options.seq_len, size)
+
+
+def begin_or_continue(out_dir, recorded, counts):
+    """The state from which to go on. UserError: the folder holds something else, or damage."""
+    state = {"options": recorded, "counts": counts, "left_out_bytes": 0, "bookmark": None,
+             "seen": [], "train": {"bytes": 0, "documents": 0}, "val": {"bytes": 0, "documents": 0}}
+    for name in "progress.json", "meta.json":
+        if (out_dir / name).exists():
+            for split in "train", "val":
+                open_shards(out_dir, split, 1, name)  # UserError if they are damaged
+            state |= json.loads((out_dir / name).read_text())
+    old = state["options"]
+    if old.keys() != recorded.keys():
+        raise UserError(f"{out_dir} was made by another version of prepare.py; remove it, or use "
+                        "another --out_dir")
+    changes = ["the input files changed" if key == "source" else
+               f"{key} was {old[key]} and is now {recorded[key]}"
+               for key in recorded if old[key] != recorded[key]]
+    if changes:
+        raise UserError(f"{out_dir} was made otherwise: {', '.join(changes)}; remove it, or use "
+                        "another --out_dir")
+    return state
 
 
 def prepare(out_dir, options):
     """Makes the set in out_dir, or continues where an earlier run stopped."""
     meta, progress = out_dir / "meta.json", out_dir / "progress.json"
-    state = {"options": options, "left_out_bytes": 0, "counts": {}, "bookmark": 0,
-             "train": {"bytes": 0, "documents": 0}, "val": {"bytes": 0, "documents": 0}}
-    documents = (read_hf if "hf_path" in options else read_files)(options, state)
-    options["source"] = next(documents)
-    for path in progress, meta:
-        if path.exists():
-            for split in "train", "val":
-                open_shards(out_dir, split, 1, path.name)  # UserError if they are damaged
-            state |= json.loads(path.read_text())
-    if state["options"] != options:
-        raise UserError(f"{out_dir} was made with other options, or its input has changed; use "
-                        f"another --out_dir. It was {state['options']}, now it is {options}")
+    seq_len, counts = options.seq_len, Counter()
+    find, read = (find_dataset, read_dataset) if options.hf_path else (find_files, read_files)
+    found, source = find(options, counts)
+    recorded = asdict(options) | {
+        "shard_bytes": max(SHARD_BYTES // seq_len, 1) * seq_len,
+        "separator": "\n\n" if options.pack else "", "source": source}
+    del recorded["out_dir"]
+    state = begin_or_continue(out_dir, recorded, counts)
     if meta.exists():
         progress.unlink(missing_ok=True)  # left by a run that was killed on its last line
         say(f"{out_dir} is already complete")
         return
-    seq_len, shard_bytes = options["seq_len"], options["shard_bytes"]
+    counts = state["counts"] = Counter(state["counts"])
     train, val = state["train"], state["val"]
-    total = train["bytes"] + val["bytes"]
-    limit = options.get("max_bytes", 2**63)
-    with tqdm(total=options.get("max_bytes"), initial=total, unit="B", unit_scale=True,
+    seen = set(state["seen"])  # hashes of the documents used
+    least, most = (1, sys.maxsize) if options.pack else (seq_len, seq_len)
+    limit = (options.max_bytes or sys.maxsize) - 2 * len(recorded["separator"])
+    total = saved = train["bytes"] + val["bytes"]
+    with tqdm(total=options.max_bytes or None, initial=total, unit="B", unit_scale=True,
               disable=None) as bar:  # None: no bar if stderr is not a terminal
-        for document, state["bookmark"] in documents:
-            most = len(document) if options["split_documents"] else seq_len
-            size = min(len(document), most, limit - total) // seq_len * seq_len
-            rows = memoryview(document)[:size]
-            total += size
-            bar.update(size)
-            state["left_out_bytes"] += len(document) - size
-            share = max(options["val_fraction"] * total, seq_len)  # of val
-            chosen = zlib.crc32(rows) < options["val_fraction"] * 2**32
-            train_size = size
-            if size > share:
-                train_size -= max(int(share - val["bytes"]) // seq_len * seq_len, 0)
-            elif (chosen or val["bytes"] < share / 2) and val["bytes"] + size <= 1.5 * share:
-                train_size = 0
-            append(out_dir, "train", state, rows[:train_size])
-            append(out_dir, "val", state, rows[train_size:])
-            if limit - total < seq_len:
+        for document, state["bookmark"] in read(found, options, state):
+            if limit - total < least:
                 break
-            if total // shard_bytes > (total - size) // shard_bytes:
-                write_json(progress, state)
+            used = memoryview(document)[: min(most, limit - total)]
+            digest = hashlib.blake2b(used, digest_size=8).hexdigest()
+            if len(used) < least:
+                state["left_out_bytes"] += len(document)
+            elif digest in seen:
+                counts["copies skipped"] += 1
+            else:
+                seen.add(digest)
+                state["left_out_bytes"] += len(document) - len(used)
+                cut = len(used) - val_part(len(used), train["bytes"], val["bytes"], options)
+                append(out_dir, "train", state, used[:cut])
+                append(out_dir, "val", state, used[cut:])
+                total = train["bytes"] + val["bytes"]
+                bar.update(total - bar.n)
+            if total - saved >= recorded["shard_bytes"]:
+                write_json(progress, state | {"seen": [*seen]})
+                saved = total
 
-    counts = ", ".join(f"{n} {what}" for what, n in state["counts"].items() if n) or "all used"
-    if not train["bytes"]:  # a first row goes to val
-        (out_dir / "val_00000.bin").unlink(missing_ok=True)
-        raise UserError(f"fewer than two rows of --seq_len={seq_len} bytes ({counts}); give more "
-                        "text, a smaller --seq_len or a larger --max_bytes")
-    write_json(meta, state | {"bookmark": None})
+    for split in train, val:  # the shards keep the remainder, but nobody reads it
+        remainder = split["bytes"] % seq_len
+        split["bytes"] -= remainder
+        state["left_out_bytes"] += remainder
+    said = ", ".join(f"{n} {what}" for what, n in counts.items() if n) or "all used"
+    if not train["bytes"] or not val["bytes"]:
+        for path in [*out_dir.glob("*_0*.bin"), *out_dir.glob("progress.json")]:
+            path.unlink()
+        raise UserError(f"too little text for a row of --seq_len={seq_len} bytes in train and in "
+                        f"val (--pack={options.pack}; {said}); give more text, a smaller --seq_len "
+                        "or a larger --max_bytes")
+    write_json(meta, state | {"bookmark": None, "seen": []})
     progress.unlink(missing_ok=True)
     say(f"{out_dir}: {train['bytes']:,} bytes of {train['documents']:,} documents for training, "
-        f"{val['bytes']:,} of {val['documents']:,} for validation ({val['bytes'] / total:.1%}; "
-        f"--val_fraction={options['val_fraction']}), {state['left_out_bytes']:,} left out "
-        f"(--seq_len={seq_len}, --split_documents={options['split_documents']}); {counts}")
+        f"{val['bytes']:,} of {val['documents']:,} for validation "
+        f"({val['bytes'] / (train['bytes'] + val['bytes']):.1%}; "
+        f"--val_fraction={options.val_fraction}), {state['left_out_bytes']:,} left out "
+        f"(--seq_len={seq_len}, --pack={options.pack}); {said}")
 
 
 def main(argv=None):
     """Runs the command line. A mistake, or a failing disk, is a UserError."""
-    parser = argument_parser(__doc__)
+    parser = argument_parser(f"{__doc__}\n{inspect.getsource(Options)}")
     parser.argument_default = argparse.SUPPRESS  # an option not given is absent
-    parser.add_argument("--dataset", default="stdlib", choices=["stdlib", "files", "hf", *PRESETS])
-    parser.add_argument("--input", nargs="+", action="extend", type=os.path.expanduser)
-    for name in "hf_path", "hf_name", "split", "text_column", "out_dir":
-        parser.add_argument(f"--{name}", type=os.path.expanduser)
-    for name in "seq_len", "max_bytes", "val_fraction":
-        parser.add_argument(f"--{name}", type=float)
-    parser.add_argument("--split_documents", action=argparse.BooleanOptionalAction)
+    for field in fields(Options):
+        if field.name == "input":
+            parser.add_argument("--input", nargs="+", action="extend", type=os.path.expanduser)
+        else:
+            parser.add_argument(f"--{field.name}", type=partial(parse, field))
     given = vars(parser.parse_args(argv))
+    dataset = given.get("dataset", Options.dataset)
+    if dataset not in PRESETS:
+        raise UserError(f"--dataset={dataset} is none of {', '.join(PRESETS)}")
     for option, needed in ("input", "files"), ("hf_path", "hf"):
-        if (option in given) != (given["dataset"] == needed):
+        if bool(given.get(option)) != (dataset == needed):
             raise UserError(f"--{option} and --dataset={needed} need each other")
-    options = DEFAULTS | PRESETS.get(given["dataset"], {}) | given
-    options.setdefault("split_documents", os.path.exists(options.get("hf_path", ".")))
-    if not 0 < options["val_fraction"] <= 0.5:
-        raise UserError(f"--val_fraction={options['val_fraction']} must be above 0 and at most 0.5")
-    for name in {"seq_len", "max_bytes"} & given.keys():
-        if given[name] < 1 or given[name] % 1:
-            raise UserError(f"--{name}={given[name]} must be a whole number above 0")
-        options[name] = int(given[name])
-    options["shard_bytes"] = max(SHARD_BYTES // options["seq_len"], 1) * options["seq_len"]
-    out_dir = Path(options.pop("out_dir", "") or f"data/{given['dataset']}")
+    options = Options(**PRESETS[dataset] | given)
+    if not 0 < options.val_fraction <= 0.5:
+        raise UserError(f"--val_fraction={options.val_fraction} must be above 0 and at most 0.5")
+    for name, least in ("seq_len", 1), ("max_bytes", 0):
+        if given.get(name, least) < least:
+            raise UserError(f"--{name}={given[name]} must be at least {least}")
+    out_dir = Path(options.out_dir or f"data/{dataset}")
     try:
         with locked(out_dir):
             prepare(out_dir, options)
