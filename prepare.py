@@ -16,7 +16,7 @@ val lacks.
 
 In folders and by wildcards, it skips hidden and unreadable files, caches, installed packages, and
 what lies in a folder with shards or a checkpoint. If it is stopped, the same command continues. It
-needs memory for a document, or a gigabyte of it, and about 100 bytes for each document.
+needs memory for a document, or a gigabyte of it, and about 130 bytes for each document.
 """
 import argparse
 import glob
