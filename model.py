@@ -185,8 +185,8 @@ class Block(nn.Module):
 class Policy(nn.Module):
     """The logit of "a token ends here" after every possible history of w decisions.
 
-    Replace it as you like, as long as the logits at i depend on X_i alone: sample.py passes one
-    position at a time.
+    Replace it as you like, as long as the logits at i depend on X_i alone, because sample.py passes
+    a row in pieces.
     """
 
     def __init__(self, hp):
@@ -200,7 +200,7 @@ class Policy(nn.Module):
         """X (B, N, D) -> l (B, N, 2^w), float32. Bit j-1 of a history is the decision a_{i-j}."""
         with torch.autocast(X.device.type, enabled=False):
             z = self.linear(self.norm(X).float())  # (W_0 X_i, ..., W_w X_i)
-        raw = z[..., :1]  # eq. 21, for every history; so far, for the only one of length 0
+        raw = z[..., :1]  # eq. 21 for the empty history; each turn below doubles the histories
         for j in range(1, 1 + self.hp.policy_window):
             raw = torch.cat((raw, raw + z[..., j : j + 1]), dim=-1)  # a_{i-j} = 0, a_{i-j} = 1
         target = self.hp.downsample_rate_target
@@ -329,8 +329,7 @@ class UNet(nn.Module):
     def transform(self, blocks, x, positions, slots=None, caches=None):
         """Applies blocks to byte vectors x (B, N, D) at positions (N,), or tokens (T, D) at (B, M).
 
-        sample.py passes one position at a time, x (B, 1, D) at positions (1,), and a cache for
-        each block.
+        sample.py passes a piece of a row, (B, n, D) at positions (n,), and a cache for each block.
         """
         head_dim = self.hp.embedding_dim // self.hp.num_heads
         pair = torch.arange(0, head_dim, 2, device=x.device)
@@ -357,7 +356,7 @@ class UNet(nn.Module):
         """Y (B, N, D) -> what the head reads, (B, N, D); eq. 6."""
         return self.transform(self.up, Y, torch.arange(Y.size(1), device=Y.device))
 
-    def decoded(self, X, a):
+    def through_tokens(self, X, a):
         """X (B, N, D) and boundaries a (B, N) bool -> what the head reads, (B, N, D); eq. 3-9."""
         ends, reads, positions, slots = token_layout(a)
         selected = take(X.flatten(0, 1), ends)  # X' (T, D), eq. 3, eq. 7
@@ -386,5 +385,5 @@ class Model(UNet):
         p[:, 0] = 1.0  # <bos> is a token, so that every byte has one to read from
         a, history = draw(p, u)  # eq. 2
         l = all_l.gather(-1, history)[..., 0]
-        logp = self.head.logp(self.decoded(X, a), y)  # eq. 6
+        logp = self.head.logp(self.through_tokens(X, a), y)  # eq. 6
         return logp, early_logp, l, a

@@ -1,7 +1,7 @@
 """
 Trains the byte-level language model in model.py, which learns where its tokens end.
 
-    python train.py                            the quick run: a small model, Python source, laptop
+    python train.py                            the quick run: a small model of Python source
     python train.py config/x.py --gamma=0.9    files and flags override the values below
     python train.py --resume=True              continues from out_dir/ckpt.pt
     torchrun --standalone --nproc_per_node=8 train.py config/fineweb_147m.py     eight GPUs
@@ -10,12 +10,8 @@ import json
 import math
 import os
 import re
-import shutil
-import signal
-import subprocess
-import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,9 +25,11 @@ import torch.nn.functional as F
 
 import prepare
 from common.checkpoint import (
-    device_and_dtype, load_weights, make_model, read_checkpoint, save_checkpoint)
+    device_and_dtype, hashes_of_inputs, load_weights, make_model, read_checkpoint, save_checkpoint,
+    versions)
 from common.commandline import UserError, read_command_line, run_program, say
 from common.muon import MuonAdamW
+from common.process import restored, set_up_torch, stop_signals
 from common.text import characters, in_word, marked
 from model import BOS, Block, Head, Policy
 
@@ -101,42 +99,38 @@ class Hyperparameters:
 
 def check(hp, processes=1):
     """Raises UserError, which names the fix, if these hyperparameters cannot be used."""
+    def need(condition, message):
+        if not condition:
+            raise UserError(message)
+
     for name in (
             "seq_len", "embedding_dim", "num_heads", "attention_window", "policy_scale",
             "policy_softcap", "training_bytes", "effective_batch_size", "batch_size", "grad_clip",
             "log_interval", "eval_interval", "eval_rows"):
-        if getattr(hp, name) <= 0:
-            raise UserError(f"{name}={getattr(hp, name)} must be above 0")
-    for name in (
-            "n_down_layers", "n_mid_layers", "n_up_layers", "lambda_pi", "lambda_target",
-            "lambda_early", "learning_rate", "muon_learning_rate", "policy_learning_rate",
-            "warmup_bytes", "weight_decay"):
-        if getattr(hp, name) < 0:
-            raise UserError(f"{name}={getattr(hp, name)} must not be negative")
-    if hp.embedding_dim % (2 * hp.num_heads):
-        raise UserError(f"embedding_dim={hp.embedding_dim} must be a multiple of 2 * num_heads, "
-                        f"{2 * hp.num_heads}, because RoPE rotates pairs")
-    if not 0.5 / hp.seq_len < np.float32(hp.downsample_rate_target) < 1:
-        raise UserError(f"downsample_rate_target={hp.downsample_rate_target} is tokens per byte, "
-                        f"for example 1/5; it must be above 0.5 / seq_len, {0.5 / hp.seq_len:.2g}, "
-                        "and below 1")
-    if not 0 <= hp.policy_window <= 12:
-        raise UserError(f"policy_window={hp.policy_window} must be from 0 to 12, because a draw "
-                        "needs 2^policy_window numbers per byte")
-    if not 0 <= hp.gamma <= 1:
-        raise UserError(f"gamma={hp.gamma} must be from 0 to 1")
-    if hp.effective_batch_size % (hp.batch_size * processes):
-        raise UserError(
-            f"effective_batch_size={hp.effective_batch_size} must be a multiple of batch_size="
-            f"{hp.batch_size} times the number of processes, {processes}; change batch_size")
-    if hp.system == "learned" and hp.batch_size * processes == 1:
-        raise UserError("batch_size=1 leaves eq. 17 no other rows to compare with; use 2 or more")
-    if hp.system == "learned" and hp.lambda_early == 0:
-        raise UserError("lambda_early=0.0 would not train the baseline of eq. 15; use e.g. 0.1")
-    if not 0 <= hp.seed < 2**63:
-        raise UserError(f"seed={hp.seed} must be from 0 to 2**63 - 1")
-    if hp.dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise UserError(f"dtype={hp.dtype!r} must be auto, float32, bfloat16 or float16")
+        need(getattr(hp, name) > 0, f"{name}={getattr(hp, name)} must be above 0")
+    for name, value in vars(hp).items():
+        need(isinstance(value, str) or value >= 0, f"{name}={value} must not be negative")
+    need(hp.embedding_dim % (2 * hp.num_heads) == 0,
+         f"embedding_dim={hp.embedding_dim} must be a multiple of 2 * num_heads, "
+         f"{2 * hp.num_heads}, because RoPE rotates pairs")
+    rate = np.float32(hp.downsample_rate_target)  # as the model sees it: 0.99999999 becomes 1
+    need(0.5 / hp.seq_len < rate < 1,
+         f"downsample_rate_target={hp.downsample_rate_target} is tokens per byte, for example 1/5; "
+         f"it must be above 0.5 / seq_len, {0.5 / hp.seq_len:.2g}, and below 1")
+    need(hp.policy_window <= 12, f"policy_window={hp.policy_window} must be at most 12, because a "
+         "draw needs 2^policy_window numbers per byte")
+    need(hp.gamma <= 1, f"gamma={hp.gamma} must be from 0 to 1")
+    need(hp.effective_batch_size % (hp.batch_size * processes) == 0,
+         f"effective_batch_size={hp.effective_batch_size} must be a multiple of batch_size="
+         f"{hp.batch_size} times the number of processes, {processes}; change batch_size")
+    if hp.system == "learned":
+        need(hp.batch_size * processes > 1,
+             "batch_size=1 leaves eq. 17 no other rows to compare with; use 2 or more")
+        need(hp.lambda_early > 0,
+             "lambda_early=0.0 would not train the baseline of eq. 15; use e.g. 0.1")
+    need(hp.seed < 2**63, f"seed={hp.seed} must be below 2**63")
+    need(hp.dtype in ("auto", "float32", "bfloat16", "float16"),
+         f"dtype={hp.dtype!r} must be auto, float32, bfloat16 or float16")
 
 
 # ---- Losses. Log-likelihoods are in nats; logp, early_logp, l and a are (B, N).
@@ -208,8 +202,8 @@ def learning_rate_fraction(bytes_seen, end, hp):
 def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
     """One training step, at this fraction of the peak learning rates.
 
-    Returns the terms of the loss and more for the log, scalar tensors that are means over the
-    micro-batches, and the gradient's norm.
+    Returns what to log, scalar tensors by name that are means over the micro-batches, and the
+    gradient's norm.
     """
     target = torch.tensor(hp.downsample_rate_target)
     logged = {}
@@ -226,9 +220,9 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
         terms["undecided"] = (p * (1 - p)).mean() / (target * (1 - target))
         for name, z in terms.items():
             logged[name] = logged.get(name, 0) + z.detach() / len(batches)
-    for p in model.parameters():
-        if p.grad is not None:
-            mean_over_processes(p.grad)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            mean_over_processes(parameter.grad)
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
     if not math.isfinite(grad_norm) and scaler.get_scale() <= 1:  # float16 starts far above 1
@@ -250,10 +244,10 @@ def row_order(seed, epoch, n):
 
 
 def micro_batches(shards, first_row, rows, batch_size, seed, rank, world, device):
-    """This process's micro-batches of `rows` rows, from row first_row of the run on.
+    """This process's micro-batches of this many rows, from row first_row of the run on.
 
-    A list of (x, y, u), each (batch_size, N): <bos> and all but the last byte of a row, the row,
-    uniforms. The rows and uniforms of all processes together do not depend on their number.
+    A list of (x, y, u), each (batch_size, N): y is the row, x the same after <bos>, without its
+    last byte, and u uniforms. All processes together read the same, whatever their number.
     """
     shard_rows, N = shards[0].shape  # all shards but the last have so many rows
     n = sum(map(len, shards))
@@ -322,14 +316,6 @@ def read_hyperparameters(argv):
     return hp, saved
 
 
-def set_up_torch(device, dtype):
-    """Sets torch up for training; returns the autocast context of the model's passes."""
-    torch.set_float32_matmul_precision("high")
-    torch.use_deterministic_algorithms(device == "cpu")  # resumed runs repeat to the last bit
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    return torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
-
-
 def open_data(hp, saved):
     """The shards of both splits. The default data is made if it does not exist."""
     meta = Path(hp.data, "meta.json")
@@ -337,16 +323,14 @@ def open_data(hp, saved):
         prepare.main([])
     if WORLD_SIZE > 1:
         dist.barrier()  # the others wait for the data
-    shards = [prepare.open_shards(hp.data, split, hp.seq_len) for split in ("train", "val")]
-    if WORLD_SIZE > 1:
-        mine = saved.get("step"), meta.read_bytes()
+        mine = saved.get("step"), meta.read_bytes() if meta.exists() else None
         everyones = [None] * WORLD_SIZE
         dist.all_gather_object(everyones, mine)
         if everyones.count(mine) < WORLD_SIZE:
             dist.barrier()  # torchrun kills all when one exits; this lets others say so too
             raise UserError("the processes see different checkpoints or data; with several nodes, "
                             "put out_dir and data on a disk that all of them share")
-    return shards
+    return [prepare.open_shards(hp.data, split, hp.seq_len) for split in ("train", "val")]
 
 
 def compile_model(model, **options):
@@ -396,19 +380,14 @@ def load_optimizer(optimizer, scaler, saved, hp):
 
 # ---- The loop.
 def write_record(log, record):
-    """Adds a line to log.jsonl."""
+    """Adds a line to log.jsonl. JSON has no NaN or infinity; they become null."""
+    for key, value in record.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            record[key] = None
     try:
         print(json.dumps(record), file=log)
     except OSError as error:
         raise UserError(f"cannot write {log.name}: {error}") from error
-
-
-def versions(device, dtype):
-    """What log.jsonl records about the code and the machine."""
-    command = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--exclude=*"]
-    git = subprocess.run(command, capture_output=True, text=True) if shutil.which("git") else None
-    return {"commit": git.stdout.strip() if git else "", "torch": torch.__version__,
-            "device": device, "dtype": dtype}
 
 
 def train(hp, saved):
@@ -421,6 +400,7 @@ def train(hp, saved):
     autocast = set_up_torch(device, dtype)
     train_shards, val_shards = open_data(hp, saved)
 
+    inputs = hashes_of_inputs(hp)
     torch.manual_seed(hp.seed)
     model = make_model(hp)
     checkpoint = Path(hp.out_dir, "ckpt.pt")
@@ -447,6 +427,9 @@ def train(hp, saved):
         say(f"{parameters:,} parameters{'; compiling may take a minute' if compiled else ''}")
         if hp.resume and saved["config"]["training_bytes"] <= bytes_seen < end:
             say("the learning rates had reached 0; for the added bytes they rise again")
+        for key in inputs:
+            if hp.resume and saved["inputs"].get(key) != inputs[key]:
+                say(f"{key}: {getattr(hp, key)} has changed since the checkpoint")
     saved.clear()  # frees the memory
 
     seconds = []  # of each training step since the last log line
@@ -472,7 +455,7 @@ def train(hp, saved):
             state = optimizer.state_dict()["state"]
             save_checkpoint(checkpoint, {
                 "model": model.state_dict(), "optimizer_state": state,
-                "scaler": scaler.state_dict(), "config": vars(hp), "step": step,
+                "scaler": scaler.state_dict(), "config": vars(hp), "inputs": inputs, "step": step,
                 "bytes_seen": bytes_seen, "log_bytes": os.path.getsize(log.name)})
         if finished or stopping:
             break
@@ -512,50 +495,22 @@ def train(hp, saved):
         dist.barrier()  # exiting breaks connections that other processes still use
 
 
-stop_signals = []  # Ctrl-C, schedulers and closed terminals add to it: the run saves and ends
-
-
-def request_stop(number, _):
-    stop_signals.append(number)
-    signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the program at once
-
-
-@contextmanager
-def global_settings_restored():
-    """Restores torch's global settings and the signals' handlers, for programs that call main."""
-    precision = torch.get_float32_matmul_precision()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    handlers = {}
-    stop_signals.clear()
-    if threading.current_thread() is threading.main_thread():  # others may not handle signals
-        for name in {"SIGINT", "SIGTERM", "SIGHUP"} & {*dir(signal)}:  # Windows has no SIGHUP
-            number = getattr(signal, name)
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                handlers[number] = signal.signal(number, request_stop)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
-
-
 def main(argv):
     """Trains as train.py does with these arguments. Raises UserError."""
     hp, saved = read_hyperparameters(argv)
     locked = prepare.locked(hp.out_dir) if RANK == 0 else nullcontext()
-    with global_settings_restored(), locked:
+    with restored(), locked:
         try:
             train(hp, saved)
         except RuntimeError as error:
             if stop_signals:  # Ctrl-C ends the compiler as well, and torch complains
                 raise KeyboardInterrupt from None
             if isinstance(error, torch._dynamo.exc.ShortenTraceback):
-                lines = re.findall(".*error: .*", str(error)) or str(error).splitlines()
-                raise UserError(f"torch.compile: {lines[0]}; use --compile=False") from error
+                from torch._inductor.runtime.cache_dir_utils import cache_dir  # this takes a second
+                text = str(error)
+                lines = re.findall(".*error: .*", text) or re.findall(".*Error: .*", text)
+                raise UserError(f"torch.compile: {[*lines, text][0]}; use --compile=False, or "
+                                f"remove the compiler's cache, {cache_dir()}") from error
             raise
 
 

@@ -1,11 +1,23 @@
 """Devices, train.py's checkpoints, and the models in them."""
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from common.commandline import UserError
+from common.commandline import UserError, say
 from model import Model
+
+
+def cpu_has_bfloat16():
+    """Whether this CPU has instructions for bfloat16, and torch's oneDNN may use them."""
+    isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    may = any(name in isa for name in ("ALL", "DEFAULT", "BF16", "FP16", "AMX"))
+    return may and bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # no Mac has it
 
 
 def device_and_dtype(device, dtype):
@@ -21,8 +33,11 @@ def device_and_dtype(device, dtype):
             dtype = "float16"  # T4 and V100 lack bfloat16
             if torch.cuda.is_bf16_supported(including_emulation=False):
                 dtype = "bfloat16"
-        elif torch.cpu.get_capabilities().get("avx512_bf16"):  # no Mac has it
+        elif cpu_has_bfloat16():
             dtype = "bfloat16"
+    slow = dtype == "float16" or dtype == "bfloat16" and not cpu_has_bfloat16()
+    if slow and device == "cpu" and platform.machine() in ("x86_64", "AMD64"):
+        say(f"{dtype} is many times slower than float32 on this CPU; use --dtype=float32")
     return device, dtype
 
 
@@ -46,7 +61,7 @@ def checkpoint_path(path):
 
 
 def read_checkpoint(path):
-    """What train.py saved, on the CPU. UserError if there is nothing, or nothing that fits.
+    """What train.py saved, on the CPU. UserError if it is missing or damaged.
 
     path is the file or its folder.
     """
@@ -59,6 +74,22 @@ def read_checkpoint(path):
     except Exception as error:  # damaged bytes can raise nearly anything
         raise UserError(f"{path} is damaged, or is no checkpoint of train.py") from error
     return saved
+
+
+def hashes_of_inputs(hp):
+    """Hashes of the data and of the finished model that a run reads, by hyperparameter."""
+    paths = {"data": Path(hp.data, "meta.json")}
+    if hp.system.endswith(".pt") or os.path.isdir(hp.system):
+        paths["system"] = checkpoint_path(hp.system)
+    return {key: hashlib.sha256(path.read_bytes()).hexdigest() for key, path in paths.items()}
+
+
+def versions(device, dtype):
+    """What log.jsonl records about the code and the machine; the commit is "" outside of git."""
+    command = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--exclude=*"]
+    git = subprocess.run(command, capture_output=True, text=True) if shutil.which("git") else None
+    return {"commit": git.stdout.strip() if git else "", "torch": torch.__version__,
+            "device": device, "dtype": dtype}
 
 
 def make_model(hp):
@@ -76,7 +107,7 @@ def load_weights(model, saved, path):
     """Loads the weights that train.py saved in path. UserError if they are not this model's."""
     for key in (
             "system", "embedding_dim", "n_down_layers", "n_mid_layers", "n_up_layers",
-            "policy_window", "num_heads", "seq_len"):  # of the last two the weights know nothing
+            "policy_window", "num_heads", "seq_len"):  # the last two change no weight's shape
         old, new = saved["config"].get(key), getattr(model.hp, key)
         if new != old:
             raise UserError(f"{key} cannot change; it was {old!r} in {path}, now it is {new!r}")

@@ -13,7 +13,8 @@ from common.text import printable
 
 NANOGPT = {  # its names of some of our hyperparameters
     "block_size": "seq_len", "n_embd": "embedding_dim", "n_head": "num_heads",
-    "n_layer": "n_mid_layers", "max_iters": "training_bytes", "warmup_iters": "warmup_bytes"}
+    "n_layer": "n_mid_layers", "lr": "learning_rate", "max_iters": "training_bytes",
+    "warmup_iters": "warmup_bytes"}
 
 
 # ---- Mistakes and messages.

@@ -21,7 +21,6 @@ import math
 import os
 import re
 
-import tiktoken
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -66,7 +65,7 @@ class Fixed(System):
         a = self.rule(x, u)
         a[:, 0] = True
         l = torch.where(a, 20.0, -20.0)  # p is 1 or 0
-        return self.decoded(self.encode(x), a), l, a
+        return self.through_tokens(self.encode(x), a), l, a
 
 
 class Uniform(Fixed):
@@ -107,6 +106,7 @@ class BPE(Fixed):
 
     def __init__(self, hp):
         super().__init__(hp)
+        import tiktoken  # here, so that the other systems do without it
         try:
             self.tokenizer = tiktoken.get_encoding("o200k_base")
         except Exception as error:  # requests' errors, or a broken cache

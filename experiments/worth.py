@@ -39,7 +39,7 @@ def flip(model, x, y, u, i):
     rows = torch.arange(len(x), device=x.device)
     drawn = a[rows, i]
     a[rows, i] = ~drawn
-    flipped = model.head.logp(model.decoded(model.encode(x), a), y)
+    flipped = model.head.logp(model.through_tokens(model.encode(x), a), y)
     gain = torch.where(drawn[:, None], logp - flipped, flipped - logp)  # 0 before i
     distance = torch.arange(x.size(1), device=x.device) - i[:, None]
     sums = [(gain * (distance < reach)).sum(1) for reach in (4, 33, x.size(1))]

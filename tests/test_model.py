@@ -217,7 +217,7 @@ def test_the_middle_sees_a_rows_own_tokens_at_their_bytes_positions(rates, T, pl
     a[:, 0] = True
     assert [z.numel() for z in m.token_layout(a)[::2]] == [T, places]
     X = torch.randn(*a.shape, 32, requires_grad=True)
-    Z, rows = model.decoded(X, a), []
+    Z, rows = model.through_tokens(X, a), []
     for b in range(len(a)):
         at = a[b].nonzero()[:, 0]
         tokens = model.transform(model.middle, X[b : b + 1, at], at)[0]

@@ -3,6 +3,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -113,7 +114,7 @@ def test_training_steps_are_those_of_the_written_equations(quick, data, tmp_path
             x = torch.cat((torch.full((4, 1), BOS), y[:, :-1]), 1)
             X = model.encode(x)
             a, l = drawn(model.policy(X), torch.from_numpy(u[part]))
-            logp = log_p(model.head, model.decoded(X, a), y)
+            logp = log_p(model.head, model.through_tokens(X, a), y)
             early_logp = log_p(model.early_head, X, y)
             L_auto, L_early = -logp.mean(), -early_logp.mean()
             G = (logp - early_logp).detach() @ discount.T
@@ -333,6 +334,8 @@ def test_it_trains_in_16_bits_as_in_32_and_float16_scales_its_loss(data, tmp_pat
     train.main([f"--out_dir={tmp_path}/float16", "--resume=True", f"--training_bytes={28 * STEP}"])
     skipped = torch.load(tmp_path / "float16/ckpt.pt")
     assert skipped["scaler"]["scale"] == 2.0**56
+    assert log_of(tmp_path / "float16")[-2]["grad_norm"] is None  # it was infinite
+    assert not re.search("NaN|Infinity", (tmp_path / "float16/log.jsonl").read_text())
     for name, weights in saved["model"].items():
         assert torch.equal(weights, skipped["model"][name])
 
@@ -415,7 +418,8 @@ def test_a_failing_compiler_is_quoted_on_one_line(data, tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "fatal error: y.h is missing; use --compile=False" in done.stderr
+    assert "fatal error: y.h is missing; use --compile=False, or remove" in done.stderr
+    assert str(tmp_path / "cache") in done.stderr
 
 
 def test_compile_reaches_the_model_on_the_cpu(data, tmp_path, monkeypatch):
@@ -589,6 +593,7 @@ def test_main_leaves_a_program_as_it_was_and_runs_in_a_thread(data, tmp_path, mo
 def test_without_experiments_it_trains_resumes_samples_and_scores(data, tmp_path):
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
+    shutil.copytree(ROOT / "common", tmp_path / "common")
     out = f"--out_dir={tmp_path}/out"
     for command in (
             ["train.py", *TINY, f"--data={data}", out, f"--training_bytes={STEP}"],
@@ -690,6 +695,19 @@ def test_a_run_resumes_at_its_next_row_with_another_batch_size(trained, tmp_path
     assert first_rows == [12 * 4, 12 * 4 + 20]
     *_, last_step, _ = log_of(tmp_path / "out")
     assert (last_step["bytes"], last_step["minutes_left"]) == (22 * STEP, 0)
+
+
+def test_a_resumed_run_says_if_its_data_changed(data, trained, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / "out")
+    shutil.copytree(data, tmp_path / "data")
+    flags = [f"--out_dir={tmp_path}/out", "--resume=True", f"--data={tmp_path}/data"]
+    message = f"data: {tmp_path}/data has changed since the checkpoint\n"
+    train.main([*flags, f"--training_bytes={13 * STEP}"])
+    assert message not in capsys.readouterr().out
+    with open(tmp_path / "data/meta.json", "a") as file:
+        file.write("\n")
+    train.main([*flags, f"--training_bytes={14 * STEP}"])
+    assert message in capsys.readouterr().out
 
 
 def test_a_resumed_run_says_that_the_learning_rates_rise_and_needs_no_log(
