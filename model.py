@@ -264,6 +264,8 @@ def token_layout(a):
 
     M is rounded up, and so is T, with copies of byte 0 of the batch. They take empty slots of any
     row, after the row's own tokens, where causal attention hides them, and no byte reads them.
+    Filling all B * M slots instead would be simpler. It takes 9% more time in a step of the quick
+    run, 3% with uniform tokens and none in rows of 4,096 bytes (one CPU core, medians of 16 pairs).
     """
     flat = a.flatten()
     ends = flat.nonzero()[:, 0]  # eq. 8; nonzero() and int() make the CPU wait for the GPU

@@ -400,9 +400,9 @@ def train(hp, saved):
     autocast = set_up_torch(device, dtype)
     train_shards, val_shards = open_data(hp, saved)
 
-    inputs = hashes_of_inputs(hp)
     torch.manual_seed(hp.seed)
     model = make_model(hp)
+    inputs = hashes_of_inputs(hp)
     checkpoint = Path(hp.out_dir, "ckpt.pt")
     if saved:
         load_weights(model, saved, checkpoint if hp.resume else hp.init_from)
