@@ -85,7 +85,8 @@ def test_training_steps_are_those_of_the_written_equations(quick, data, tmp_path
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     m = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     v = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    rows = np.fromfile(data / "train_00000.bin", np.uint8).reshape(-1, N)
+    shard = np.fromfile(data / "train_00000.bin", np.uint8)
+    rows = shard[: len(shard) // 64 * 64].reshape(-1, N)  # without prepare.py's last, cut row
     order = np.random.default_rng([seed, 0]).permutation(len(rows))
     i, j = torch.arange(N)[:, None], torch.arange(N)
     discount = torch.where(j >= i, gamma ** (j - i).float(), 0.0)
@@ -793,7 +794,7 @@ def test_a_damaged_or_malicious_checkpoint_is_refused(trained, tmp_path, monkeyp
     whole = (trained / "ckpt.pt").read_bytes()
     for damaged in whole[:-1000], b"", b"not a checkpoint":
         path.write_bytes(damaged)
-        message = "ckpt.pt; is it damaged?"
+        message = "ckpt.pt is damaged, or is no checkpoint of train.py"
         assert message in refused(f"--out_dir={tmp_path}", "--resume=True")
     for other in {"config": Payload()}, {"model": {}}, [1]:
         torch.save(other, path)
@@ -857,8 +858,7 @@ def test_a_finished_run_is_not_overwritten(trained, data):
 
 def test_a_checkpoint_of_another_shape_or_meaning_is_refused(trained, tmp_path):
     error = refused(f"--out_dir={trained}", "--resume=True", "--n_mid_layers=3")
-    assert "ckpt.pt does not fit the model" in error
-    assert "middle.1" in error and len(error) < 400
+    assert error == f"n_mid_layers cannot change; it was 1 in {trained}/ckpt.pt, now it is 3"
     # the weights would fit, but mean something else, and Muon's moments are not AdamW's
     for flag in "--seq_len=16", "--num_heads=1":
         assert "cannot change; it was" in refused(f"--out_dir={trained}", "--resume=True", flag)
