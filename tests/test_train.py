@@ -754,7 +754,7 @@ def test_a_run_that_diverges_ends_in_one_line_and_keeps_the_last_checkpoint(
 def test_weights_that_make_the_validation_loss_overflow_are_not_saved(data, tmp_path):
     with pytest.raises(UserError, match="the validation loss is not finite"):
         train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}", "--eval_interval=1",
-                    "--warmup_bytes=0", "--muon_learning_rate=1e30"])
+                    "--warmup_bytes=0", "--learning_rate=1e30", f"--training_bytes={8 * STEP}"])
     assert not (tmp_path / "ckpt.pt").exists()
 
 
