@@ -69,7 +69,8 @@ def read_checkpoint(path):
     if not path.exists():
         raise UserError(f"there is no checkpoint {path}; train.py writes one")
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file:  # torch cannot open a path that is not UTF-8
+            saved = torch.load(file, map_location="cpu", weights_only=True)
         saved["config"]["system"], saved["model"].keys()
     except Exception as error:  # damaged bytes can raise nearly anything
         raise UserError(f"{path} is damaged, or is no checkpoint of train.py") from error
