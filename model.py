@@ -185,8 +185,8 @@ class Block(nn.Module):
 class Policy(nn.Module):
     """The logit of "a token ends here" after every possible history of w decisions.
 
-    Replace it as you like, as long as the logits at i depend on X_i alone, because sample.py passes
-    a row in pieces.
+    Replace it as you like. It must return (B, N, 2^w), and l at i may use X_i alone, because
+    sample.py passes a row in pieces.
     """
 
     def __init__(self, hp):
@@ -350,7 +350,8 @@ class UNet(nn.Module):
     def upsample(self, X, tokens, reads):
         """Hands the tokens back to the bytes: Y (B, N, D); eq. 5, 9.
 
-        X (B, N, D), tokens Y' (T, D), reads (B, N): the token that each byte reads.
+        X (B, N, D), tokens Y' (T, D), reads (B, N): the token that each byte reads. Y_i may use X_i
+        and that token, nothing else, because sample.py passes a row in pieces.
         """
         return X + take(tokens, reads)  # eq. 9; the authors' code adds Y' - X' instead
 
@@ -377,8 +378,8 @@ class Model(UNet):
     def forward(self, x, y, u):
         """Bytes x, next bytes y, uniforms u (B, N) -> logp, early_logp, l, a; all (B, N).
 
-        logp_i is log p(y_i | x_0..x_i, a_0..a_i) in nats. Nothing at i depends on a later byte or
-        decision. a is bool; l_i is the logit of a_i after the decisions before it.
+        logp_i is log p(y_i | x_0..x_i, a_0..a_i) in nats. Apart from y_i, nothing at i depends on a
+        later byte or decision. a is bool; l_i is the logit of a_i after the decisions before it.
         """
         X = self.encode(x)  # eq. 1
         early_logp = self.early_head.logp(X, y)  # eq. 14

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import prepare
+from common.check import check
 from common.checkpoint import (
     device_and_dtype, hashes_of_inputs, load_weights, make_model, read_checkpoint, save_checkpoint,
     versions)
@@ -78,10 +79,10 @@ class Hyperparameters:
     # optimizer
     training_bytes: int = 4_000_000  # length of the run
     effective_batch_size: int = 16  # rows in a training step, over all processes and micro-batches
-    batch_size: int = 16  # rows in a micro-batch; eq. 17 and 24 average over it
+    batch_size: int = 16  # rows in a micro-batch; eq. 17 and 24 average over those of all processes
     learning_rate: float = 3e-3  # peak, reached after the warm-up; of all but the next two
     muon_learning_rate: float = 6e-3  # peak for the blocks' matrices, by Muon; 0: all by AdamW
-    policy_learning_rate: float = 0.06  # peak for the policy; large, since its output is over S
+    policy_learning_rate: float = 0.06  # peak for its matrix, whose output is divided by S
     cosine: bool = False  # True: they fall to 0 along a cosine, as in the paper; False: linearly
     warmup_bytes: int = 200_000  # linear warm-up
     weight_decay: float = 0.3  # of matrices, except the policy's
@@ -95,42 +96,6 @@ class Hyperparameters:
     dtype: str = "auto"  # "auto", "float32", "bfloat16" or "float16" (scaled; not on "mps")
     compile: bool = True  # torch.compile the model
     seed: int = 1337  # of the weights, the order of rows and the draws
-
-
-def check(hp, processes=1):
-    """Raises UserError, which names the fix, if these hyperparameters cannot be used."""
-    def need(condition, message):
-        if not condition:
-            raise UserError(message)
-
-    for name in (
-            "seq_len", "embedding_dim", "num_heads", "attention_window", "policy_scale",
-            "policy_softcap", "training_bytes", "effective_batch_size", "batch_size", "grad_clip",
-            "log_interval", "eval_interval", "eval_rows"):
-        need(getattr(hp, name) > 0, f"{name}={getattr(hp, name)} must be above 0")
-    for name, value in vars(hp).items():
-        need(isinstance(value, str) or value >= 0, f"{name}={value} must not be negative")
-    need(hp.embedding_dim % (2 * hp.num_heads) == 0,
-         f"embedding_dim={hp.embedding_dim} must be a multiple of 2 * num_heads, "
-         f"{2 * hp.num_heads}, because RoPE rotates pairs")
-    rate = np.float32(hp.downsample_rate_target)  # as the model sees it: 0.99999999 becomes 1
-    need(0.5 / hp.seq_len < rate < 1,
-         f"downsample_rate_target={hp.downsample_rate_target} is tokens per byte, for example 1/5; "
-         f"it must be above 0.5 / seq_len, {0.5 / hp.seq_len:.2g}, and below 1")
-    need(hp.policy_window <= 12, f"policy_window={hp.policy_window} must be at most 12, because a "
-         "draw needs 2^policy_window numbers per byte")
-    need(hp.gamma <= 1, f"gamma={hp.gamma} must be from 0 to 1")
-    need(hp.effective_batch_size % (hp.batch_size * processes) == 0,
-         f"effective_batch_size={hp.effective_batch_size} must be a multiple of batch_size="
-         f"{hp.batch_size} times the number of processes, {processes}; change batch_size")
-    if hp.system == "learned":
-        need(hp.batch_size * processes > 1,
-             "batch_size=1 leaves eq. 17 no other rows to compare with; use 2 or more")
-        need(hp.lambda_early > 0,
-             "lambda_early=0.0 would not train the baseline of eq. 15; use e.g. 0.1")
-    need(hp.seed < 2**63, f"seed={hp.seed} must be below 2**63")
-    need(hp.dtype in ("auto", "float32", "bfloat16", "float16"),
-         f"dtype={hp.dtype!r} must be auto, float32, bfloat16 or float16")
 
 
 # ---- Losses. Log-likelihoods are in nats; logp, early_logp, l and a are (B, N).
@@ -158,10 +123,10 @@ def discounted_return(R, gamma):
 def losses(logp, early_logp, l, a, hp):
     """The total loss, and its terms for the log: a dictionary of scalar tensors by name.
 
-    Eq. 11 splits the gradient of the expected log-likelihood (eq. 10) in two. Eq. 12 is what the
-    model gains with the boundaries as they are; -grad L_auto estimates it. Eq. 13 is what it gains
-    by moving them; -grad L_pi estimates it, exactly if gamma is 1, times 1 - 1 / n, because each
-    of the n rows is also in its own baseline (eq. 17).
+    In eq. 11 the gradient of the expected log-likelihood (eq. 10) has two parts. -grad L_auto
+    estimates eq. 12 per byte: better predictions with the boundaries as they are. -grad L_pi
+    estimates eq. 13 per byte: better boundaries. If gamma is 1, its mean over draws is eq. 13
+    times 1 - 1 / n, because each of the n rows in eq. 17's mean is also in its own baseline.
 
     All terms are means over bytes, as in the authors' code of June 2025 (which has a quadratic loss
     of the rate in place of eq. 24). The paper writes eq. 18, 25 and 26 as sums over the N positions
@@ -225,10 +190,11 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
             mean_over_processes(parameter.grad)
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
-    if not math.isfinite(grad_norm) and scaler.get_scale() <= 1:  # float16 starts far above 1
+    # the scale is 1 without float16; with it, it starts at 65,536 and each overflow halves it
+    if not math.isfinite(grad_norm) and scaler.get_scale() <= 1:
         raise UserError("the gradient is not finite; use smaller learning rates")
     for group in optimizer.param_groups:
-        peak = group.setdefault("peak", group["lr"])  # what make_optimizer set
+        peak = group.setdefault("peak", group["lr"])  # at the first step lr is make_optimizer's
         group["lr"] = peak * fraction
     scaler.step(optimizer)  # nothing, after an overflow of float16
     scaler.update()  # float16: halves the scale after an overflow
@@ -244,10 +210,10 @@ def row_order(seed, epoch, n):
 
 
 def micro_batches(shards, first_row, rows, batch_size, seed, rank, world, device):
-    """This process's micro-batches of this many rows, from row first_row of the run on.
+    """This process's part of `rows` rows of the run, from row first_row on, as micro-batches.
 
-    A list of (x, y, u), each (batch_size, N): y is the row, x the same after <bos>, without its
-    last byte, and u uniforms. All processes together read the same, whatever their number.
+    A list of (x, y, u), each (batch_size, N). y is a row; x is <bos> and the row without its last
+    byte; u are uniforms. What all processes together read does not depend on how many they are.
     """
     shard_rows, N = shards[0].shape  # all shards but the last have so many rows
     n = sum(map(len, shards))
@@ -440,6 +406,7 @@ def train(hp, saved):
         evaluating = finished or step % hp.eval_interval == 0
         # boundaries form early
         evaluating |= step in (hp.eval_interval // 4, hp.eval_interval // 2)
+        # a resumed run does not evaluate the step that it starts from a second time
         if RANK == 0 and evaluating and (step > first_step or not hp.resume):
             metrics, x, a, p = evaluate(model, val_shards, hp.eval_rows, hp.batch_size, autocast)
             if not math.isfinite(metrics["val_bpb"]):
@@ -474,7 +441,7 @@ def train(hp, saved):
         seconds.append(time.perf_counter() - started)
         if step % hp.log_interval == 0 or bytes_seen >= end:
             logged = {name: mean_over_processes(z).item() for name, z in logged.items()}
-            speed = step_bytes / np.mean(seconds[1:] or seconds)  # the first one may compile
+            speed = step_bytes / np.mean(seconds[1:] or seconds)  # the first one may be slow
             seconds.clear()
             if RANK == 0:
                 minutes = (end - bytes_seen) / speed / 60
