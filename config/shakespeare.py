@@ -1,4 +1,4 @@
-# Tiny Shakespeare, 1.1 MB, to compare with nanoGPT and char-rnn. About 3 minutes on two cores.
+# Tiny Shakespeare, 1.1 MB, to compare with nanoGPT and char-rnn. A few minutes on two cores.
 # README says how to get the data.
 data = "data/shakespeare"
 out_dir = "out-shakespeare"
