@@ -23,13 +23,15 @@ def characters(stream):
     """Decodes a stream of (byte, a, p, ...) as UTF-8 and yields (character, a, p).
 
     A character's a says whether any of its bytes ends a token; its p is that of its last byte.
-    Invalid bytes become U+FFFD, a byte and up to three continuation bytes after it at a time.
+    Invalid bytes become U+FFFD: a stray continuation byte alone, another byte with up to three
+    continuation bytes after it.
     """
     text, a = b"", False
     for byte, next_a, next_p, *_ in stream:
         # text is a whole character, or this byte cannot continue it
+        stray = b"\x80" <= text[:1] < b"\xc0"
         whole = text.decode(errors="ignore") or len(text) == 4
-        if whole or text and not 128 <= byte < 192:
+        if stray or whole or text and not 128 <= byte < 192:
             yield printable(text.decode(errors="replace")), a, p
             text, a = b"", False
         text += bytes([byte])

@@ -13,7 +13,7 @@ import train
 from common.checkpoint import load_model, make_model
 from common.commandline import UserError
 from conftest import TINY
-from experiments import bench, compare, pictures, tables
+from experiments import bench, compare, tables
 from experiments.flops import flops_per_byte, muon_flops, paper_flops_per_byte, row_flops
 from experiments.systems import SYSTEMS, Fixed
 from model import BOS

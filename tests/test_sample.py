@@ -114,6 +114,12 @@ def test_bytes_that_are_not_utf8_are_shown_as_such():
     assert shown("é".encode() + b"\x80", {1}) == [("é", True, 0.01), ("\ufffd", False, 0.02)]
 
 
+def test_stray_continuation_bytes_are_shown_one_by_one():
+    """So a long run of them, such as silence in 8-bit sound, keeps all of its boundaries."""
+    assert shown(b"\x80" * 100, {5, 6}) == [
+        ("\ufffd", i in (5, 6), i / 100) for i in range(100)]
+
+
 def test_valid_characters_are_shown_as_they_are_and_control_characters_as_pictures():
     text = "a\u00a0b\u3000می\u200cخ 👩\u200d💻 soft\u00adhyphen \ufeff \n"
     assert "".join(c for c, _, _ in shown(text.encode())) == text

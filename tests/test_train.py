@@ -865,6 +865,13 @@ def test_sigterm_to_one_process_of_several_stops_all_with_a_checkpoint(data, tmp
     assert f"ended after step {step}; go on with: torchrun ... train.py --resume=True" in rest
 
 
+def test_a_stray_RANK_does_not_count_without_WORLD_SIZE(data, tmp_path):
+    command = [sys.executable, ROOT / "train.py", *TINY, f"--data={data}", f"--out_dir={tmp_path}",
+               f"--training_bytes={STEP}"]
+    subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"RANK": "1"})
+    assert (tmp_path / "ckpt.pt").exists()
+
+
 def test_a_finished_run_is_not_overwritten(trained, data):
     before = (trained / "ckpt.pt").read_bytes()
     assert "--resume=True" in refused(f"--data={data}", f"--out_dir={trained}")
