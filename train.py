@@ -6,6 +6,7 @@ Trains the byte-level language model in model.py, which learns where its tokens 
     python train.py --resume=True              continues from out_dir/ckpt.pt
     torchrun --standalone --nproc_per_node=8 train.py config/fineweb_147m.py     eight GPUs
 """
+import hashlib
 import json
 import math
 import os
@@ -26,8 +27,7 @@ import torch.nn.functional as F
 import prepare
 from common.check import check
 from common.checkpoint import (
-    device_and_dtype, hashes_of_inputs, load_weights, make_model, read_checkpoint, save_checkpoint,
-    versions)
+    device_and_dtype, load_weights, make_model, read_checkpoint, save_checkpoint, versions)
 from common.commandline import UserError, read_command_line, run_program, say
 from common.muon import MuonAdamW
 from common.process import restored, set_up_torch, stop_signals
@@ -58,7 +58,7 @@ class Hyperparameters:
     resume: bool = False  # continue from out_dir/ckpt.pt; flags override its hyperparameters
     init_from: str = ""  # or begin with the weights and hyperparameters of another run's ckpt.pt
     # model
-    system: str = "learned"  # or uniform, hnet, ..., or a run's ckpt.pt: experiments/systems.py
+    system: str = "learned"  # or uniform, hnet, ...: experiments/systems.py
     seq_len: int = 256  # bytes in a row; must divide the row length given to prepare.py
     embedding_dim: int = 128  # D, for bytes and tokens alike
     num_heads: int = 2  # attention heads in every layer
@@ -368,7 +368,7 @@ def train(hp, saved):
 
     torch.manual_seed(hp.seed)
     model = make_model(hp)
-    inputs = hashes_of_inputs(hp)
+    data_hash = hashlib.sha256(Path(hp.data, "meta.json").read_bytes()).hexdigest()
     checkpoint = Path(hp.out_dir, "ckpt.pt")
     if saved:
         load_weights(model, saved, checkpoint if hp.resume else hp.init_from)
@@ -393,9 +393,8 @@ def train(hp, saved):
         say(f"{parameters:,} parameters{'; compiling may take a minute' if compiled else ''}")
         if hp.resume and saved["config"]["training_bytes"] <= bytes_seen < end:
             say("the learning rates had reached 0; for the added bytes they rise again")
-        for key in inputs:
-            if hp.resume and saved["inputs"].get(key) != inputs[key]:
-                say(f"{key}: {getattr(hp, key)} has changed since the checkpoint")
+        if hp.resume and saved.get("data_hash") != data_hash:
+            say(f"data: {hp.data} has changed since the checkpoint")
     saved.clear()  # frees the memory
 
     seconds = []  # of each training step since the last log line
@@ -422,8 +421,8 @@ def train(hp, saved):
             state = optimizer.state_dict()["state"]
             save_checkpoint(checkpoint, {
                 "model": model.state_dict(), "optimizer_state": state,
-                "scaler": scaler.state_dict(), "config": vars(hp), "inputs": inputs, "step": step,
-                "bytes_seen": bytes_seen, "log_bytes": os.path.getsize(log.name)})
+                "scaler": scaler.state_dict(), "config": vars(hp), "data_hash": data_hash,
+                "step": step, "bytes_seen": bytes_seen, "log_bytes": os.path.getsize(log.name)})
         if finished or stopping:
             break
 

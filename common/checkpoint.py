@@ -1,5 +1,4 @@
 """Devices, train.py's checkpoints, and the models in them."""
-import hashlib
 import os
 import platform
 import shutil
@@ -77,14 +76,6 @@ def read_checkpoint(path):
     return saved
 
 
-def hashes_of_inputs(hp):
-    """Hashes of the data and of the finished model that a run reads, by hyperparameter."""
-    paths = {"data": Path(hp.data, "meta.json")}
-    if hp.system.endswith(".pt") or os.path.isdir(hp.system):
-        paths["system"] = checkpoint_path(hp.system)
-    return {key: hashlib.sha256(path.read_bytes()).hexdigest() for key, path in paths.items()}
-
-
 def versions(device, dtype):
     """What log.jsonl records about the code and the machine; the commit is "" outside of git."""
     command = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--exclude=*"]
@@ -101,7 +92,7 @@ def make_model(hp):
         from experiments.systems import make_system  # here, so that experiments/ may be deleted
     except ModuleNotFoundError as error:
         raise UserError(f"system={hp.system!r} needs the folder experiments/: {error}") from error
-    return make_system(hp, load_model)
+    return make_system(hp)
 
 
 def load_weights(model, saved, path):

@@ -42,7 +42,7 @@ def hyperparameters(flags):
     hp = Hyperparameters(**read_command_line(flags, Hyperparameters))
     check(hp)
     if hp.system not in ("learned", *SYSTEMS):
-        raise UserError(f"system={hp.system!r} must be learned or one of {', '.join(SYSTEMS)}")
+        raise UserError(f"system={hp.system!r} must be one of learned, {', '.join(SYSTEMS)}")
     return hp
 
 

@@ -2,23 +2,23 @@
 The other ways to place boundaries that the paper compares with: train.py --system=NAME.
 
 Every system is a U-Net like the learned one. They differ in what decides where tokens end and, for
-gumbel and hnet, in how tokens are made and handed back. All but whitespace, bpe and RUN, which
+gumbel and hnet, in how tokens are made and handed back. All but whitespace, bpe and bpe-late, which
 have rates of their own, follow the target rate.
 
     uniform     round(N * target) evenly spaced tokens
     random      independent draws at the target rate
     whitespace  the first byte after a word (SpaceByte, arXiv 2404.14408)
-    bpe         the first byte after each of o200k_base's tokens
+    bpe         the first character after each of o200k_base's tokens, as far as the text so far
+                shows them
+    bpe-late    the paper's BPE: the first byte after each of the whole row's; looks ahead
     none        every byte is a token
     gumbel      Nawrot et al., arXiv 2211.09761
     hnet        Hwang et al., one stage, arXiv 2507.07955
-    RUN         where a finished run's model, of any system, is more likely than not to end a token;
-                the path of its out_dir or ckpt.pt
 
 To add a rule, write a class like Random and add its name to SYSTEMS.
 """
+import itertools
 import math
-import os
 import re
 
 import torch
@@ -97,11 +97,10 @@ class EveryByte(Fixed):
 
 
 class BPE(Fixed):
-    """GPT-4o's tokens. A boundary is one byte late: that byte shows that the token has ended.
+    """GPT-4o's tokens, as the text so far shows them.
 
-    The boundaries still look ahead, because they can depend on bytes even further on: "the
-    unbel|ievers" but "the unbelievable". So they carry information about later bytes, and the bits
-    per byte are not a code length. In generated text they depend on the bytes so far.
+    A token ends at a character, its last byte, if the character is a token of its own in the
+    encoding of the text up to it. That shows that the token before it has ended.
     """
 
     def __init__(self, hp):
@@ -115,37 +114,51 @@ class BPE(Fixed):
                 "TIKTOKEN_CACHE_DIR to a folder that holds it") from error
 
     def rule(self, x, u):
-        a = torch.zeros(len(x), x.size(1) + 1, dtype=torch.bool)
+        a = torch.zeros(x.shape, dtype=torch.bool)
         for row, marks in zip(x[:, 1:].tolist(), a):
-            lengths = torch.tensor(self.token_lengths(bytes(row)), dtype=torch.int64)
-            marks[1 + lengths.cumsum(0)] = True
-        return a[:, :-1].to(x.device)
+            marks[[1 + i for i in self.ends(bytes(row))]] = True
+        return a.to(x.device)
 
-    def token_lengths(self, row):
-        """The bytes in each token. A byte that is not UTF-8, as in a cut character, is a token."""
+    def ends(self, row):
+        """The bytes of a row at which a token ends.
+
+        Encodes the text from the second last run of white space on, because earlier text does not
+        matter. A byte that is not UTF-8 ends no token: it could be the start of a character.
+        """
+        ends = []
+        i = -1
+        starts = [0, 0]  # of the last two runs of white space
         text = row.decode(errors="surrogateescape")
+        for k, character in enumerate(text):
+            size = len(character.encode(errors="surrogateescape"))
+            i += size
+            if character.isspace() and not text[k - 1 : k].isspace():
+                starts = [starts[1], k]
+            last = self.tokenizer.encode_ordinary(text[starts[0] : k + 1])[-1]
+            valid = not "\udc80" <= character <= "\udcff"
+            if valid and len(self.tokenizer.decode_single_token_bytes(last)) <= size:
+                ends.append(i)
+        return ends
+
+
+class BPELate(BPE):
+    """The paper's rule: GPT-4o's tokens of the whole row, whose boundaries are one byte late.
+
+    They look ahead, because they can depend on bytes even further on: "the unbel|ievers" but "the
+    unbelievable". So they carry information about later bytes, and the bits per byte are not a code
+    length. In generated text they depend on the bytes so far.
+    """
+
+    def ends(self, row):
+        """A byte that is not UTF-8, as in a cut character, is a token."""
         lengths = []
-        for part in re.split("([\udc80-\udcff])", text):
+        for part in re.split("([\udc80-\udcff])", row.decode(errors="surrogateescape")):
             if re.fullmatch("[\udc80-\udcff]", part):
                 lengths.append(1)
             else:
                 tokens = self.tokenizer.encode_ordinary(part)
                 lengths += [len(token) for token in self.tokenizer.decode_tokens_bytes(tokens)]
-        return lengths
-
-
-class Taught(Fixed):
-    """Tokens end where a finished model's p is above 1/2: shows what the places alone are worth."""
-
-    def __init__(self, hp, load_model):
-        super().__init__(hp)
-        teacher, _ = load_model(hp.system)
-        self.teacher = (teacher,)  # in a tuple, so that its weights are not this model's
-
-    @torch.no_grad()
-    def rule(self, x, u):
-        _, _, _, a = self.teacher[0].to(x.device)(x, x, torch.full_like(u, 0.5))
-        return a
+        return [i for i in itertools.accumulate(lengths) if i < len(row)]
 
 
 def mean_pool(X, a, M):
@@ -262,17 +275,11 @@ class HNet(System):
 
 SYSTEMS = {
     "uniform": Uniform, "random": Random, "whitespace": Whitespace, "bpe": BPE,
-    "none": EveryByte, "gumbel": Gumbel, "hnet": HNet}
+    "bpe-late": BPELate, "none": EveryByte, "gumbel": Gumbel, "hnet": HNet}
 
 
-def make_system(hp, load_model):
-    """A new model of a system other than learned. UserError: there is no such system.
-
-    load_model is common.checkpoint's, which imports this module.
-    """
-    if hp.system in SYSTEMS:
-        return SYSTEMS[hp.system](hp)
-    if hp.system.endswith(".pt") or os.path.isdir(hp.system):
-        return Taught(hp, load_model)
-    raise UserError(f"system={hp.system!r} must be learned, {', '.join(SYSTEMS)}, or the path of a "
-                    "run's folder or ckpt.pt")
+def make_system(hp):
+    """A new model of a system other than learned. UserError: there is no such system."""
+    if hp.system not in SYSTEMS:
+        raise UserError(f"system={hp.system!r} must be one of learned, {', '.join(SYSTEMS)}")
+    return SYSTEMS[hp.system](hp)

@@ -72,8 +72,8 @@ def test_a_configuration_file_that_assigns_nothing_or_nothing_fit_is_refused(
 def test_a_tilde_that_the_shell_left_is_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     (tmp_path / "config.py").write_text("data = '~/books'")
-    assert read("--out_dir=~/out", "--system=~/a/ckpt.pt", tmp_path / "config.py") == {
-        "out_dir": "/home/me/out", "system": "/home/me/a/ckpt.pt", "data": "/home/me/books"}
+    assert read("--out_dir=~/out", "--init_from=~/a/ckpt.pt", tmp_path / "config.py") == {
+        "out_dir": "/home/me/out", "init_from": "/home/me/a/ckpt.pt", "data": "/home/me/books"}
 
 
 @pytest.mark.parametrize("program, settings, flag", [
@@ -130,10 +130,9 @@ def test_the_rows_of_a_training_step_must_divide_over_all_processes(monkeypatch,
     ("--downsample_rate_target=1/64", "must be above 0.5 / seq_len, 0.016, and below 1"),
     ("--batch_size=1", "batch_size=1 leaves eq. 17 no other rows to compare with; use 2"),
     ("--lambda_early=0", "lambda_early=0.0 would not train the baseline of eq. 15"),
-    ("--system=words", "system='words' must be learned, "),
+    ("--system=words", "system='words' must be one of learned, uniform"),
     ("--device=tpu", "device='tpu' must be auto or one that torch finds: ['cpu']"),
     ("--dtype=int8", "dtype='int8' must be auto, float32, bfloat16 or float16"),
-    ("--system=no/such/ckpt.pt", "no checkpoint no/such/ckpt.pt"),
     ("--data=no/such/data", "no no/such/data/meta.json; make the data first"),
     ("--seq_len=5000", "seq_len=5000 does not divide the 64 bytes of a row"),
     ("--resume=True", "no checkpoint"),
