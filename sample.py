@@ -6,7 +6,7 @@ Generates text with a trained model and shows where its tokens end.
     python sample.py --text="def main(argv):"      shows the boundaries of this text
 
 A │ marks the end of a token. On a terminal the colour is the policy's probability of a
-boundary after that character: blue is low, yellow is high. tokens() returns the tokens in Python.
+boundary after that character: blue is low, yellow is high. tokens() and vectors() are for use in Python.
 """
 import math
 import os
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from common.checkpoint import device_and_dtype, load_model
 from common.commandline import UserError, read_command_line, run_program
 from common.text import marked
-from model import BOS, VOCAB_SIZE, draw, softcapped_attention
+from model import BOS, VOCAB_SIZE, draw, softcapped_attention, token_layout
 
 GENERATED_ONLY = "num_samples", "max_new_bytes", "temperature", "top_k"
 
@@ -239,12 +239,27 @@ def tokens(model, text, deterministic=False):
     A token is bytes. p is the policy's probability that it ends there, or None if it ends only
     because the text does.
     """
-    text = text if isinstance(text, bytes) else text.encode()
+    text = text.encode() if isinstance(text, str) else text
     start = 0
     for end, (_, a, p, _) in enumerate(scored(model, text, deterministic), 1):
         if a or end == len(text):
             yield text[start:end], p if a else None
             start = end
+
+
+@torch.no_grad()
+def vectors(model, text):
+    """The tokens' vectors after the middle: Y' (tokens, D), that of <bos> first.
+
+    text, a str or bytes, has at most seq_len bytes. Tokens end where p > 1/2, as those of tokens
+    with deterministic=True, but the end of the text ends none. The model is a learned one.
+    """
+    text = text.encode() if isinstance(text, str) else text
+    x = torch.tensor([[BOS, *text]], device=model.embedding.weight.device)
+    _, _, _, a = model(x, x, torch.full(x.shape, 0.5, device=x.device))
+    ends, _, positions, slots = token_layout(a)
+    Y = model.transform(model.middle, model.encode(x)[0, ends], positions, slots)
+    return Y[: a.sum()]
 
 
 # ---- The program.

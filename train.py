@@ -407,7 +407,11 @@ def train(hp, saved):
         evaluating |= step in (hp.eval_interval // 4, hp.eval_interval // 2)
         # a resumed run does not evaluate the step that it starts from a second time
         if RANK == 0 and evaluating and (step > first_step or not hp.resume):
-            metrics, x, a, p = evaluate(model, val_shards, hp.eval_rows, hp.batch_size, autocast)
+            # before the first step nothing is compiled, so that the first text comes at once
+            stance = "default" if step else "force_eager"
+            with torch.compiler.set_stance(stance), torch.set_grad_enabled(step > 0):
+                metrics, x, a, p = evaluate(
+                    model, val_shards, hp.eval_rows, hp.batch_size, autocast)
             if not math.isfinite(metrics["val_bpb"]):
                 raise UserError("the validation loss is not finite; use smaller learning rates")
             metrics["ends_outside"] = share_outside_words(x, a)

@@ -13,13 +13,11 @@ reads as many bytes as it can pay for with so many FLOPs of training, if it keep
 rate; the table has the FLOPs that it took. Finished runs are not repeated, and stopped runs
 continue. Writes to results/NAME/, from all runs in its folder runs/:
 
-    evaluations.jsonl   one line per evaluation
-    table.md            means over seeds of the last evaluations of finished runs
-    loss.svg            bits per byte over FLOPs: the paper's Figures 3 and 4
+    table.md   means over the seeds of finished runs
+    loss.svg   bits per byte over FLOPs: the paper's Figures 3 and 4
 """
 import math
 import shlex
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +27,7 @@ from common.commandline import UserError, argument_parser, read_command_line, ru
 from experiments.flops import flops_per_byte
 from experiments.pictures import plot, write
 from experiments.systems import SYSTEMS, Fixed
-from experiments.tables import RESULTS, jsonl, read_run, table
+from experiments.tables import RESULTS, pivot, read_run
 from prepare import open_shards
 from train import Hyperparameters, check, micro_batches
 
@@ -85,47 +83,24 @@ def train_to_end(flags, out_dir):
 
 
 # ---- Results.
-def table_row(label, runs):
-    """A line of the table: means over the last evaluations of the finished ones of these runs."""
-    last = [evaluations[-1] for evaluations in runs if evaluations]
-    last = [e for e in last if e["bytes"] >= e["training_bytes"]]
-    seeds = f"{len(last)} of {len(runs)}"
-    if not last:
-        return [label, seeds, *[""] * 8]
-
-    def mean(key):
-        return statistics.mean(e[key] for e in last)
-
-    return [
-        label,
-        seeds,
-        f"{mean('val_bpb'):.4f}",
-        ", ".join(f"{e['val_bpb']:.3f}" for e in last),
-        f"{mean('val_rate'):.3f}",
-        f"{mean('ends_outside'):.0%}",
-        f"{mean('parameters') / 1e6:.2f}M",
-        f"{mean('bytes') / 1e6:.1f}",
-        f"{mean('flops'):.3g}",
-        f"{mean('seconds') / 60:.1f}"]
-
-
 def write_results(results):
-    """Writes the table, the figures and all evaluations of the runs in the folder."""
+    """Writes the table of the finished runs in the folder, and the figure of all."""
     folder = results / "runs"
-    runs = {}  # by label, which is the shape's name, if any, and the system
+    finished = []
+    curves = {}  # by label, which is the shape's name, if any, and the system
     for checkpoint in sorted(folder.glob("**/ckpt.pt")):
-        label, _, _ = str(checkpoint.parent.relative_to(folder)).rpartition("-")
-        runs.setdefault(label, []).append(read_run(checkpoint.parent))
-    evaluations = [e for seeds in runs.values() for run in seeds for e in run]
-    write(results / "evaluations.jsonl", jsonl(evaluations))
-    head = ["system", "finished", "bits per byte", "each seed", "rate",
-            "tokens ending on a space or punctuation", "parameters", "MB", "training FLOPs",
-            "minutes"]
-    rows = [table_row(label, seeds) for label, seeds in runs.items()]
-    write(results / "table.md", table(head, rows))
-    say(table(head, rows))
-    if evaluations:
-        write(results / "loss.svg", plot(runs))
+        place = checkpoint.parent.relative_to(folder)
+        about, evaluations = read_run(checkpoint.parent)
+        label, _, _ = str(place).rpartition("-")
+        curves.setdefault(label, []).append(evaluations)
+        if about["finished"]:
+            shape, _, _ = label.rpartition("/")
+            finished.append({"text": shape} | about | evaluations[-1])
+    made = pivot(finished, ["bits", "rate", "outside", "MB", "FLOPs", "minutes"])
+    write(results / "table.md", made)
+    say(made)
+    if any(sum(curves.values(), [])):
+        write(results / "loss.svg", plot(curves))
 
 
 def main(argv=None):

@@ -96,7 +96,7 @@ def picture(texts, columns):
 
 
 def plot(runs):
-    """An SVG of bits per byte over FLOPs, from {label: what read_run returned for its runs}."""
+    """An SVG of bits per byte over FLOPs, from {label: evaluations of its runs, as of read_run}."""
     os.environ.pop("MPLBACKEND", None)  # a notebook's may not exist here, and none is needed
     import matplotlib  # here because most programs plot nothing
     from matplotlib.figure import Figure
@@ -106,8 +106,8 @@ def plot(runs):
     for n, label in enumerate(runs):
         style = {"color": f"C{n}", "marker": "os^DvPX*<>"[n % 10], "linestyle": ("-", "--")[n % 2]}
         for i, run in enumerate(runs[label]):
-            flops = [e["paper_flops"] for e in run]
-            bits = [e["val_bpb"] for e in run]
+            flops = [e["paper's FLOPs"] for e in run]
+            bits = [e["bits"] for e in run]
             axes.plot(flops, bits, **style, label=None if i else allowed(label), markersize=4)
     axes.set(xscale="log", xlabel="training FLOPs, counted as in the paper",
              ylabel="validation bits per byte")

@@ -1,5 +1,6 @@
 """Runs as train.py's logs describe them, and Markdown tables of results."""
 import json
+import math
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,19 +8,20 @@ from types import SimpleNamespace
 from common.checkpoint import make_model
 from common.commandline import UserError
 from experiments.flops import flops_per_byte, paper_flops_per_byte
+from experiments.systems import SYSTEMS
+from train import Hyperparameters
 
 RESULTS = Path(__file__).parents[1] / "results"  # what compare.py trains; git ignores it
+# hyperparameters that are no flags in a run's line
+OWN = {"system", "seed", "data", "out_dir", "resume", "device", "dtype", "training_bytes"}
+FORMATS = {"bits": "{:.3f}", "lead": "{:+.3f}", "rate": "{:.2f}", "outside": "{:.0%}",
+           "MB": "{:.1f}", "FLOPs": "{:.3g}", "minutes": "{:.1f}"}
 
 
 def table(head, rows):
     """A Markdown table of strings."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def jsonl(records):
-    """The text of a JSONL file."""
-    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def read_log(path):
@@ -35,24 +37,31 @@ def read_log(path):
 
 
 def read_run(folder):
-    """The evaluations of the run in a folder, a list of dictionaries, without that of step 0.
+    """What a run's log says about the run, and about its evaluations, without that of step 0.
 
-    Adds what the last header says about the run, the FLOPs of training that led to each
-    evaluation, and the seconds, at the run's median speed. Raises UserError without a header.
+    The first is a dictionary, without "finished" a part of a line of runs.jsonl. The second is a
+    list of dictionaries: bits per byte and tokens per byte on the validation rows, the share of
+    tokens that end on a space or punctuation (outside), and what training up to there took: MB,
+    FLOPs, FLOPs as the paper counts them, and minutes, at the run's median speed. Raises UserError
+    if the log has no header.
     """
     records = read_log(folder / "log.jsonl")
     headers = [record for record in records if "hyperparameters" in record]
     if not headers:
         raise UserError(f"{folder}/log.jsonl has no header; another version of train.py wrote it")
-    hp = SimpleNamespace(**headers[-1]["hyperparameters"])
+    header = headers[-1]
+    hp = SimpleNamespace(**header["hyperparameters"])
     model = make_model(hp)
+    flags = {key: value for key, value in vars(hp).items()
+             if key not in OWN and value != getattr(Hyperparameters, key)}
     about = {
-        "system": hp.system, "seed": hp.seed, "commit": headers[-1]["commit"],
-        "training_bytes": hp.training_bytes,
-        "parameters": sum(p.numel() for p in model.parameters())}
+        "system": hp.system, "seed": hp.seed, "flags": flags,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "commit": header["commit"], "torch": header["torch"], "dtype": header["dtype"],
+        "finished": max(record.get("bytes", 0) for record in records) >= hp.training_bytes}
     steps = [record for record in records if "auto" in record]
     if not steps:  # stopped before the first log line
-        return []
+        return about, []
     speed = statistics.median(step["bytes_per_second"] for step in steps)
     evaluations = []
     step = steps[0]  # the latest one: its rate holds for the bytes since the last record
@@ -66,9 +75,55 @@ def read_run(folder):
         last_bytes = record["bytes"]
         flops += new_bytes * flops_per_byte(model, step["rate"])
         paper_flops += new_bytes * paper_flops_per_byte(model, step["rate"])
-        if "val_bpb" in record and record["bytes"]:
-            del record["line"]  # the printed text
-            costs = {"flops": flops, "paper_flops": paper_flops,
-                     "seconds": record["bytes"] / speed}
-            evaluations.append(about | costs | record)
-    return evaluations
+        if "val_bpb" in record and last_bytes:
+            evaluations.append({
+                "bits": record["val_bpb"], "rate": record["val_rate"],
+                "outside": record["ends_outside"], "MB": last_bytes / 1e6, "FLOPs": flops,
+                "paper's FLOPs": paper_flops, "minutes": last_bytes / speed / 60})
+    return about, evaluations
+
+
+def mean_and_error(values):
+    """The mean of numbers, and its standard error, which is not a number for a single one."""
+    error = math.nan
+    if len(values) > 1:
+        error = statistics.stdev(values) / len(values) ** 0.5
+    return statistics.mean(values), error
+
+
+def cell(runs, quantity, learned):
+    """A cell of a table: a quantity of runs, which differ in their seeds.
+
+    learned are the runs that lead.
+    """
+    key = "bits" if quantity == "lead" else quantity
+    if not runs or quantity == "lead" and not learned:
+        return ""
+    mean, error = mean_and_error([run[key] for run in runs])
+    if quantity == "lead":
+        other, other_error = mean_and_error([run[key] for run in learned])
+        mean, error = other - mean, math.hypot(error, other_error)
+    shown = FORMATS[quantity].format(mean)
+    if quantity in ("bits", "lead") and not math.isnan(error):
+        shown += f" ± {error:.3f}"
+    return f"{shown} ({len(runs)})" if quantity == "bits" else shown
+
+
+def pivot(runs, quantities):
+    """A Markdown table of runs, lines of runs.jsonl: systems by texts and quantities."""
+    texts = list(dict.fromkeys(run["text"] for run in runs))
+    head = ["tokens"]
+    for text in texts:
+        head += [f"{text}: {quantities[0]}" if text else quantities[0], *quantities[1:]]
+    rows = []
+    for system in ("learned", *SYSTEMS):
+        row = []
+        for text in texts:
+            there = [run for run in runs if run["text"] == text]
+            learned = [run for run in there if run["system"] == "learned"]
+            own = [run for run in there if run["system"] == system]
+            others = learned if system != "learned" else []
+            row += [cell(own, quantity, others) for quantity in quantities]
+        if any(row):
+            rows.append([system, *row])
+    return table(head, rows)

@@ -7,8 +7,7 @@ log-likelihood gains, in nats, by having the boundary.
 Prints a table by context: the character that ends at a byte, and whether a letter or digit stands
 before it. A line has the number of decisions flipped after that byte, the policy's mean p, and the
 mean gain over the next 4 bytes, the next 33 and the rest of the row, with standard errors. A good
-policy is sure where a boundary is worth most. Also writes worth.svg beside the checkpoint: the
-gains over 33 bytes in the middle of a validation row, as bars above the characters.
+policy is sure where a boundary is worth most.
 """
 from collections import defaultdict
 
@@ -16,10 +15,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common.checkpoint import checkpoint_path, device_and_dtype, load_model
+from common.checkpoint import device_and_dtype, load_model
 from common.commandline import UserError, argument_parser, run_program, say
-from common.text import characters, in_word
-from experiments.pictures import LEGEND, cell_colours, svg, svg_cell, write
+from common.text import in_word
 from experiments.tables import table
 from prepare import open_shards
 from train import micro_batches
@@ -77,28 +75,6 @@ def table_of_contexts(flips):
     return table(head, [line for _, line in sorted(lines, reverse=True)])
 
 
-def bars(decisions):
-    """An SVG of [(byte, a, p, gain)]: gains as bars above the characters, coloured by p.
-
-    A character of several bytes shows the gain at its last one.
-    """
-    shown = list(characters(decisions))
-    gains = [gain for *_, gain in characters((byte, a, gain) for byte, a, _, gain in decisions)]
-    lowest, highest = min(gains + [0]), max(gains + [0])
-    scale = 120 / (highest - lowest or 1)  # pixels per nat
-    zero = 60 + scale * highest
-    body = LEGEND + f"""<text class="words" y="45">what a boundary gains over the next 33 bytes:
-{lowest:+.2f} to {highest:+.2f} nats</text>
-"""
-    for k, ((text, a, p), gain) in enumerate(zip(shown, gains)):
-        colour, _ = cell_colours(p)
-        height = scale * gain
-        body += (f'<path fill="{colour}" stroke="#222" stroke-width=".5" '
-                 f'd="M{10 * k + 1} {zero:.1f}v{-height:.1f}h8v{height:.1f}z"/>')
-        body += svg_cell(10 * k, 190, text, a, p)
-    return svg(10 * len(shown), 215, body)
-
-
 def main(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("checkpoint", help="train.py's out_dir, or the ckpt.pt in it")
@@ -121,12 +97,6 @@ def main(argv=None):
         for row, k, values in zip(x.tolist(), i.tolist(), flip(model, x, y, u, i).tolist()):
             flips[context(row, k)].append(values)
     say(table_of_contexts(flips))
-
-    i = torch.arange(hp.seq_len // 2, hp.seq_len, device=device)[:ROWS]
-    copies = [z[-1:].expand(len(i), -1) for z in (x, y, u)]  # of the last row, with a flip in each
-    drawn, p, _, gain, _ = flip(model, *copies, i).T.tolist()
-    decisions = list(zip(x[-1, i].tolist(), map(bool, drawn), p, gain))
-    write(checkpoint_path(options.checkpoint).with_name("worth.svg"), bars(decisions))
 
 
 if __name__ == "__main__":

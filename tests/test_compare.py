@@ -1,4 +1,4 @@
-"""experiments/compare.py, bench.py, flops.py and tables.py."""
+"""experiments/compare.py, report.py, bench.py, flops.py and tables.py."""
 import json
 import shutil
 
@@ -13,7 +13,7 @@ import train
 from common.checkpoint import load_model, make_model
 from common.commandline import UserError
 from conftest import TINY
-from experiments import bench, compare, tables
+from experiments import bench, compare, report, tables
 from experiments.flops import flops_per_byte, muon_flops, paper_flops_per_byte, row_flops
 from experiments.systems import SYSTEMS, Fixed
 from model import BOS
@@ -87,19 +87,21 @@ def test_a_run_of_equal_flops_reads_the_bytes_that_they_pay_for(
     monkeypatch.setattr(compare, "train_to_end", train_here)
     compare.main([*TINY, f"--data={data}", f"--systems={system}", "--flops=2.1e9",
                   "--policy_learning_rate=0", "--name=x"])
-    *_, last = read_jsonl(tmp_path / "x/evaluations.jsonl")
-    assert last["bytes"] > 8000
-    assert last["flops"] == pytest.approx(2.1e9, rel=0.03)
+    _, [*_, last] = tables.read_run(tmp_path / f"x/runs/{system}-1337")
+    assert last["MB"] > 0.008
+    assert last["FLOPs"] == pytest.approx(2.1e9, rel=0.03)
 
 
-def test_the_table_and_figure_show_means_and_costs(tmp_path, trained, monkeypatch):
-    """In run i, byte m million costs m FLOPs, and ten times as many as the paper counts them."""
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+@pytest.fixture
+def runs(tmp_path, trained, monkeypatch):
+    """A folder of results with three runs.
+
+    In run i, byte m million costs m FLOPs, and ten times as many as the paper counts them.
+    """
     monkeypatch.setattr(tables, "flops_per_byte", lambda model, rate: rate / 10)
     monkeypatch.setattr(tables, "paper_flops_per_byte", lambda model, rate: rate)
     header = json.loads((trained / "log.jsonl").read_text().splitlines()[0])
-    hp = header["hyperparameters"] | {"training_bytes": 4e6}
+    hp = header["hyperparameters"] | {"training_bytes": 4e6, "gamma": 0.5}
     for i, (system, seed) in enumerate([("learned", 1), ("learned", 2), ("uniform", 1)]):
         folder = tmp_path / f"runs/{system}-{seed}"
         folder.mkdir(parents=True)
@@ -116,20 +118,17 @@ def test_the_table_and_figure_show_means_and_costs(tmp_path, trained, monkeypatc
                                 "val_rate": (1 + i) / 5, "ends_outside": i / 4, "line": []})
         lines = [json.dumps(record) + "\n" for record in records]
         (folder / "log.jsonl").write_text("".join(lines))
+    return tmp_path
 
-    compare.write_results(tmp_path)
+
+def test_the_table_and_figure_show_means_and_costs(runs, trained, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    compare.write_results(runs)
     at_2, at_4 = 1e6 * (1 + 2), 1e6 * (1 + 2 + 3 + 4)
-    learned, uniform = cells(tmp_path / "table.md")
-    evaluations = read_jsonl(tmp_path / "evaluations.jsonl")
-    size = f"{evaluations[0]['parameters'] / 1e6:.2f}M"
-    assert learned == [
-        "learned", "2 of 2", "2.5000", "2.000, 3.000", "0.300", "12%", size, "4.0", "1e+07", "6.7"]
-    assert uniform[:3] == ["uniform", "1 of 1", "4.0000"]
-    assert [(e["system"], e["seed"]) for e in evaluations[::2]] == [
-        ("learned", 1), ("learned", 2), ("uniform", 1)]
-    assert {e["commit"] for e in evaluations} == {header["commit"]}
-    assert [e["flops"] for e in evaluations] == pytest.approx([at_2, at_4] * 3)
-    assert [e["seconds"] for e in evaluations] == pytest.approx([200, 400] * 3)
+    learned, uniform = cells(runs / "table.md")
+    assert learned == ["learned", "2.500 ± 0.500 (2)", "0.30", "12%", "4.0", "1e+07", "6.7"]
+    assert uniform == ["uniform", "4.000 (1)", "0.60", "50%", "4.0", "1e+07", "6.7"]
     lines = figures[0].axes[0].lines
     assert [[*line.get_ydata()] for line in lines] == [[2.5, 2.0], [3.5, 3.0], [4.5, 4.0]]
     for line in lines:
@@ -139,12 +138,57 @@ def test_the_table_and_figure_show_means_and_costs(tmp_path, trained, monkeypatc
         assert first == second != other
 
 
-def test_an_unfinished_run_is_a_row_without_numbers(tmp_path, trained):
+def test_an_unfinished_run_is_in_no_table(tmp_path, trained):
     folder = shutil.copytree(trained, tmp_path / "runs/learned-1337")
     lines = (folder / "log.jsonl").read_text().splitlines(True)
-    (folder / "log.jsonl").write_text("".join(lines[:-1]))
+    (folder / "log.jsonl").write_text("".join(lines[:-2]))
     compare.write_results(tmp_path)
-    assert cells(tmp_path / "table.md") == [["learned", "0 of 1"] + [""] * 8]
+    assert cells(tmp_path / "table.md") == []
+
+
+def test_recorded_runs_become_the_tables_of_the_readmes(runs, monkeypatch, capsys):
+    readme = runs / "README.md"
+    monkeypatch.setattr(report, "RUNS", runs / "runs.jsonl")
+    monkeypatch.setattr(report, "READMES", [readme])
+    (runs / "runs.jsonl").write_text("")
+    readme.write_text("a\n\n<!-- x bits lead -->\nold\n\nb | c\n\n<!-- y rate -->\n")
+    folders = [str(path) for path in sorted((runs / "runs").iterdir())]
+    report.main(["--table=x", "--text=C", "--machine=m", *folders])
+    report.main(["--table=y", "--text=C", "--machine=m", *folders[:1]])
+    recorded = read_jsonl(runs / "runs.jsonl")
+    assert [(r["table"], r["system"], r["seed"]) for r in recorded] == [
+        ("x", "learned", 1), ("x", "learned", 2), ("x", "uniform", 1), ("y", "learned", 1)]
+    assert recorded[0]["flags"]["gamma"] == 0.5 and "seed" not in recorded[0]["flags"]
+    assert recorded[0]["commit"] and recorded[0]["MB"] == 4
+    assert readme.read_text() == """a
+
+<!-- x bits lead -->
+| tokens | C: bits | lead |
+| --- | --- | --- |
+| learned | 2.500 ± 0.500 (2) |  |
+| uniform | 4.000 (1) | -1.500 |
+
+b | c
+
+<!-- y rate -->
+| tokens | C: rate |
+| --- | --- |
+| learned | 0.20 |
+"""
+    written = readme.read_text(), (runs / "runs.jsonl").read_text()
+    report.main(["--table=x", "--text=C", "--machine=m", *folders[2:]])  # replaces its line
+    assert len(read_jsonl(runs / "runs.jsonl")) == 4
+    report.main([])
+    assert readme.read_text() == written[0]
+    with pytest.raises(UserError, match="give --table, --text and --machine"):
+        report.main([*folders, "--table=x"])
+
+
+def test_the_readmes_tables_are_those_of_the_recorded_runs():
+    recorded = read_jsonl(report.RUNS)
+    for path in report.READMES:
+        text = path.read_text(encoding="utf-8")
+        assert report.with_tables(text, recorded) == text
 
 
 def test_a_log_without_a_header_is_refused(tmp_path):
@@ -163,7 +207,7 @@ def test_a_plain_adamw_will_do_as_the_optimizer(data, tmp_path, monkeypatch, cap
     monkeypatch.setattr(compare, "RESULTS", tmp_path)
     monkeypatch.setattr(compare, "train_to_end", train_here)
     compare.main([*TINY, f"--data={data}", "--systems=learned", "--training_bytes=512"])
-    assert cells(tmp_path / "try/table.md")[0][1] == "1 of 1"
+    assert cells(tmp_path / "try/table.md")[0][1].endswith("(1)")
 
 
 def test_a_new_rule_is_compared_once_it_is_in_SYSTEMS(data, tmp_path, monkeypatch):
@@ -176,9 +220,9 @@ def test_a_new_rule_is_compared_once_it_is_in_SYSTEMS(data, tmp_path, monkeypatc
     monkeypatch.setattr(compare, "train_to_end", train_here)
     flags = [*TINY, f"--data={data}", "--training_bytes=512", "--first_seed=7", "--seeds=2"]
     compare.main([*flags, "--systems=end-of-vowel,learned"])
-    vowels, learned = cells(tmp_path / "try/table.md")
-    assert learned[:2] == ["learned", "2 of 2"]
-    assert vowels[:2] == ["end-of-vowel", "2 of 2"]
+    learned, vowels = cells(tmp_path / "try/table.md")
+    assert learned[0] == "learned" and learned[1].endswith("(2)")
+    assert vowels[0] == "end-of-vowel" and vowels[1].endswith("(2)")
     for seed in (7, 8):
         _, saved = load_model(tmp_path / f"try/runs/learned-{seed}/ckpt.pt")
         assert saved["config"]["seed"] == seed
@@ -193,11 +237,10 @@ def test_a_failed_run_does_not_end_a_comparison(data, tmp_path, monkeypatch, cap
         compare.main([*flags, "--systems=none,uniform"])
     assert capfd.readouterr().err.count("train.py: ") == 1
     [uniform] = cells(results / "table.md")
-    assert uniform[:2] == ["uniform", "1 of 1"]
+    assert uniform[0] == "uniform"
 
-    evaluations = (results / "evaluations.jsonl").read_text()
     compare.main([*flags, "--systems=uniform"])  # nothing left to train
-    assert (results / "evaluations.jsonl").read_text() == evaluations
+    assert cells(results / "table.md") == [uniform]
     with pytest.raises(UserError, match="trained with gamma=0.97, not 0.5; use another --name"):
         compare.main([*flags, "--systems=uniform", "--gamma=0.5"])
     (results / "runs/uniform-1337/ckpt.pt").write_bytes(b"")
@@ -210,13 +253,13 @@ def test_every_system_trains_in_every_shape(data, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "train_to_end", train_here)
     compare.main([*TINY, f"--data={data}", "--systems=none,uniform", "--training_bytes=512",
                   "--log_interval=99", "--shape=--n_mid_layers=3 --gamma=1/2", "--shape="])
-    evaluations = read_jsonl(tmp_path / "try/evaluations.jsonl")
-    last = [e for e in evaluations if e["bytes"] == 512]
     deep = "n_mid_layers=3,gamma=1:2"
-    assert [row[0] for row in cells(tmp_path / "try/table.md")] == [
-        f"{deep}/none", f"{deep}/uniform", "none", "uniform"]
-    assert [e["system"] for e in last] == ["none", "uniform"] * 2
-    assert last[0]["parameters"] > last[-1]["parameters"]
+    text = (tmp_path / "try/table.md").read_text()
+    assert f"| {deep}: bits |" in text and "| bits |" in text
+    assert [row[0] for row in cells(tmp_path / "try/table.md")] == ["uniform", "none"]
+    small, large = (tables.read_run(tmp_path / f"try/runs/{folder}/none-1337")[0]["parameters"]
+                    for folder in (".", deep))
+    assert small < large
 
 
 @pytest.mark.parametrize("flag, message", [

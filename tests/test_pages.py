@@ -12,15 +12,12 @@ from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-import torch
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
-from common.checkpoint import load_model
 from common.commandline import UserError
 from conftest import ROOT
-from experiments import figures, machine_code, page, pictures
-from sample import scored
+from experiments import figures, machine_code, pictures
 
 TEXT = 'a <b>é</b>\n\t"€"\n\n</script><!-- 😀 &amp; the end'
 STEPS = [(byte, i % 3 == 0, i / 100, i / 10) for i, byte in enumerate(TEXT.encode())]
@@ -77,47 +74,19 @@ def test_text_is_legible_on_every_colour_and_larger_p_is_brighter():
         last = background
 
 
-def test_a_page_shows_a_text_or_generates_one_and_is_small(
-        trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(page, "NEW_BYTES", 100)
-    text = TEXT * 100
-    (tmp_path / "a").write_text(text)
-    page.main([f"--out_dir={trained}", f"--score={tmp_path}/a", f"--html={tmp_path}/a.html"])
-    made = (tmp_path / "a.html").read_text()
-    model, _ = load_model(trained / "ckpt.pt")
-    torch.manual_seed(0)
-    assert cells(made) == cells(pictures.boundaries_page({"": list(scored(model, text.encode()))}))
-    assert len(made.encode()) < 40 * len(text) + 20_000
-
-    page.main([f"--out_dir={trained}", f"--text={text}", f"--html={tmp_path}/b.html"])
-    assert cells((tmp_path / "b.html").read_text()) == cells(made)
-
-    (tmp_path / "start").write_text("def m")
-    for start in "def m", f"FILE:{tmp_path}/start":
-        page.main([f"--out_dir={trained}", f"--start={start}", f"--html={tmp_path}/c.html"])
-        [shown] = cells((tmp_path / "c.html").read_text())
-        assert "".join(text for *_, text in shown[:5]) == "def m" and len(shown) > 30
-    assert capsys.readouterr().out.splitlines() == [
-        f"wrote {tmp_path}/{name}.html" for name in "abcc"]
-
-
-@pytest.mark.parametrize("script, arguments, message", [
-    (page, ["--out_dir={trained}", "--score={tmp}/none", "--html={tmp}/b"], "No such file"),
-    (page, ["--out_dir={tmp}", "--start=a", "--html={tmp}/b"], "no checkpoint"),
-    (page, ["--out_dir={trained}", "--start=FILE:{tmp}/none", "--html={tmp}/b"], "No such file"),
-    (page, ["--out_dir={trained}", "--html={tmp}/b"], "--score --text --start is required"),
-    (page, ["--out_dir={trained}", "--text=", "--html={tmp}/b"], "the text is empty"),
-    (page, ["--text=a", "--start=a", "--html={tmp}/b"], "--start: not allowed with .* --text"),
-    (figures, ["--watch={tmp}/none"], "No such file"),
-    (figures, ["--watch={tmp}"], "No such file or directory: '{tmp}/log.jsonl'"),
-    (figures, ["--watch={tmp}/a.jsonl"], "holds no evaluations"),
-    (figures, ["--watch={tmp}/b.jsonl"], "b.jsonl is not a log"),
-    (figures, ["--name=none/such"], "there are no runs")])
-def test_mistakes_are_explained(script, arguments, message, trained, tmp_path):
+@pytest.mark.parametrize("arguments, message", [
+    (["--watch={tmp}/none"], "No such file"),
+    (["--watch={tmp}"], "No such file or directory: '{tmp}/log.jsonl'"),
+    (["--watch={tmp}/a.jsonl"], "holds no evaluations"),
+    (["--watch={tmp}/b.jsonl"], "b.jsonl is not a log"),
+    (["{trained}", "--text="], "the text is empty"),
+    (["{tmp}", "--text=a"], "no checkpoint"),
+    (["--name=none/such"], "there are no runs")])
+def test_mistakes_are_explained(arguments, message, trained, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"step": 20}\n{"step": 2')
     (tmp_path / "b.jsonl").write_text("no log\n")
     with pytest.raises((UserError, OSError), match=message.format(tmp=tmp_path)):
-        script.main([argument.format(tmp=tmp_path, trained=trained) for argument in arguments])
+        figures.main([argument.format(tmp=tmp_path, trained=trained) for argument in arguments])
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "b.jsonl"}
 
 

@@ -232,6 +232,20 @@ def test_bytes_are_scored_as_they_are(trained, tmp_path, capsys):
     assert "\n4 bytes, " in out
 
 
+def test_vectors_are_what_the_decoder_adds_to_the_bytes_up_to_the_next_token(trained):
+    model = sample.load(trained)
+    model.policy.linear.weight.data.normal_(std=50)  # make it sure
+    x = torch.tensor([[BOS, *b"def main(argv):"]])
+    with torch.no_grad():
+        logp, _, _, a = model(x, x, torch.full(x.shape, 0.5))
+        Y = sample.vectors(model, "def main(argv):")
+        X = model.encode(x)
+        last = [int(a[0, : i + 1].sum()) - 1 for i in range(16)]  # the token that byte i reads
+        again = model.head.logp(model.decode(model.upsample(X[0], Y, torch.tensor(last))[None]), x)
+    assert 3 < len(Y) < 14
+    torch.testing.assert_close(again, logp)
+
+
 def test_readmes_python_examples_run_as_written(trained, monkeypatch, capsys):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     examples = re.findall("```python\n(.*?)```", readme, re.DOTALL)
@@ -243,8 +257,7 @@ def test_readmes_python_examples_run_as_written(trained, monkeypatch, capsys):
     pieces, p = zip(*(line.split("' ") for line in lines))
     assert b"".join(eval(piece + "'") for piece in pieces) == b"def main(argv):"
     assert all(0 < float(number) < 1 for number in p if number != "None")
-    if "vectors" in names:
-        assert names["vectors"].shape[1:] == (16,)
+    assert names["Y"].shape == (1 + sum(number != "None" for number in p), 16)
 
 
 def test_a_reader_that_has_seen_enough_gets_no_traceback(trained):

@@ -317,6 +317,23 @@ def test_a_training_step_is_compiled_once_though_the_tokens_vary_and_serves_eval
     assert counter.frame_count == 5  # the policy again, without its soft-cap
 
 
+def test_the_first_text_does_not_wait_for_the_compiler(data, tmp_path, monkeypatch):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compile_model, evaluate, graphs = train.compile_model, train.evaluate, []
+
+    def counted(*arguments):
+        results = evaluate(*arguments)
+        graphs.append(counter.frame_count)
+        return results
+
+    monkeypatch.setattr(train, "compile_model", lambda model: compile_model(model, backend=counter))
+    monkeypatch.setattr(train, "evaluate", counted)
+    train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}", "--compile=True",
+                f"--training_bytes={STEP}"])
+    assert graphs == [0, 5]
+
+
 def test_it_trains_in_16_bits_as_in_32_and_float16_scales_its_loss(data, tmp_path):
     logs = {}
     for dtype in "float32", "bfloat16", "float16":
