@@ -12,9 +12,9 @@ of training, minutes, parameters; commit, torch and dtype. A run that is added a
 line.
 
 In a README, the lines from <!-- TABLE QUANTITY QUANTITY --> to the next empty line are such a
-table: a row for each system, and columns for each text and quantity. A cell is the mean over seeds
-+- its standard error, and (the number of seeds). The quantity lead is the bits of learned tokens
-minus the system's.
+table: a row for each system or label, and columns for each text and quantity. A cell is the mean
+over seeds +- its standard error, and (the number of seeds). The quantity lead is the bits of
+learned tokens minus the row's.
 """
 import json
 import re
@@ -43,11 +43,13 @@ def main(argv=None):
     parser = argument_parser(__doc__)
     add = parser.add_argument
     add("folders", nargs="*", type=Path, help="out_dirs of finished runs")
-    for name in "table", "text", "machine":
-        add(f"--{name}", help="of the runs")
+    add("--table")
+    add("--text")
+    add("--label", help="of these runs' row, instead of their system")
+    add("--machine")
     options = parser.parse_args(argv)
-    about = {name: getattr(options, name) for name in ("table", "text", "machine")}
-    if options.folders and None in about.values():
+    about = {name: getattr(options, name) for name in ("table", "text", "label", "machine")}
+    if options.folders and not (options.table and options.text and options.machine):
         raise UserError("to add runs, give --table, --text and --machine")
     runs = [json.loads(line) for line in RUNS.read_text(encoding="utf-8").splitlines()]
     for folder in options.folders:

@@ -53,7 +53,7 @@ def read_run(folder):
     hp = SimpleNamespace(**header["hyperparameters"])
     model = make_model(hp)
     flags = {key: value for key, value in vars(hp).items()
-             if key not in OWN and value != getattr(Hyperparameters, key)}
+             if key not in OWN and value != getattr(Hyperparameters, key, None)}
     about = {
         "system": hp.system, "seed": hp.seed, "flags": flags,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -97,7 +97,7 @@ def cell(runs, quantity, learned):
     learned are the runs that lead.
     """
     key = "bits" if quantity == "lead" else quantity
-    if not runs or quantity == "lead" and not learned:
+    if not runs or quantity == "lead" and (not learned or runs == learned):
         return ""
     mean, error = mean_and_error([run[key] for run in runs])
     if quantity == "lead":
@@ -110,20 +110,20 @@ def cell(runs, quantity, learned):
 
 
 def pivot(runs, quantities):
-    """A Markdown table of runs, lines of runs.jsonl: systems by texts and quantities."""
+    """A Markdown table of runs, lines of runs.jsonl: systems or labels by texts and quantities."""
     texts = list(dict.fromkeys(run["text"] for run in runs))
+    labels = [run.get("label") or run["system"] for run in runs]
+    labels = dict.fromkeys(name for name in ["learned", *SYSTEMS, *labels] if name in labels)
     head = ["tokens"]
     for text in texts:
         head += [f"{text}: {quantities[0]}" if text else quantities[0], *quantities[1:]]
     rows = []
-    for system in ("learned", *SYSTEMS):
-        row = []
+    for label in labels:
+        row = [label]
         for text in texts:
-            there = [run for run in runs if run["text"] == text]
-            learned = [run for run in there if run["system"] == "learned"]
-            own = [run for run in there if run["system"] == system]
-            others = learned if system != "learned" else []
-            row += [cell(own, quantity, others) for quantity in quantities]
-        if any(row):
-            rows.append([system, *row])
+            own, learned = ([run for run in runs if run["text"] == text
+                             and (run.get("label") or run["system"]) == name]
+                            for name in (label, "learned"))
+            row += [cell(own, quantity, learned) for quantity in quantities]
+        rows.append(row)
     return table(head, rows)
