@@ -13,8 +13,8 @@ line.
 
 In a README, the lines from <!-- TABLE QUANTITY QUANTITY --> to the next empty line are such a
 table: a row for each system or label, and columns for each text and quantity. A cell is the mean
-over seeds +- its standard error, and (the number of seeds). The quantity lead is the bits of
-learned tokens minus the row's.
+over seeds +- its standard error, and (the number of seeds). The quantity lead is the row's bits
+minus those of learned tokens: how much learned tokens lead.
 """
 import json
 import re

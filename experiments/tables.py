@@ -94,7 +94,7 @@ def mean_and_error(values):
 def cell(runs, quantity, learned):
     """A cell of a table: a quantity of runs, which differ in their seeds.
 
-    learned are the runs that lead.
+    learned are the runs whose lead it may be.
     """
     key = "bits" if quantity == "lead" else quantity
     if not runs or quantity == "lead" and (not learned or runs == learned):
@@ -102,7 +102,7 @@ def cell(runs, quantity, learned):
     mean, error = mean_and_error([run[key] for run in runs])
     if quantity == "lead":
         other, other_error = mean_and_error([run[key] for run in learned])
-        mean, error = other - mean, math.hypot(error, other_error)
+        mean, error = mean - other, math.hypot(error, other_error)
     shown = FORMATS[quantity].format(mean)
     if quantity in ("bits", "lead") and not math.isnan(error):
         shown += f" ± {error:.3f}"
@@ -116,7 +116,10 @@ def pivot(runs, quantities):
     labels = dict.fromkeys(name for name in ["learned", *SYSTEMS, *labels] if name in labels)
     head = ["tokens"]
     for text in texts:
-        head += [f"{text}: {quantities[0]}" if text else quantities[0], *quantities[1:]]
+        first = quantities[0]
+        if text:
+            first = f"{text}: {first}" if len(quantities) > 1 else text
+        head += [first, *quantities[1:]]
     rows = []
     for label in labels:
         row = [label]

@@ -166,12 +166,12 @@ def test_recorded_runs_become_the_tables_of_the_readmes(runs, monkeypatch, capsy
 | tokens | C: bits | lead |
 | --- | --- | --- |
 | learned | 2.500 ± 0.500 (2) |  |
-| uniform | 4.000 (1) | -1.500 |
+| uniform | 4.000 (1) | +1.500 |
 
 b | c
 
 <!-- y rate -->
-| tokens | C: rate |
+| tokens | C |
 | --- | --- |
 | learned | 0.20 |
 """
