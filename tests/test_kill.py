@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from conftest import ROOT, TINY
 
-TRAIN = ["train.py", *TINY, "--out_dir=out", "--training_bytes=1536"]
-RESUME = ["train.py", "--out_dir=out", "--resume=True"]  # TRAIN saves at steps 4, 8 and 12
+TRAIN = ["train.py", *TINY, "--out_dir=out", "--training_bytes=1024"]
+RESUME = ["train.py", "--out_dir=out", "--resume=True"]  # TRAIN saves at steps 4 and 8
 CALLS = "replace", "TextIOWrapper.truncate", "TextIOWrapper.write"  # C functions; and torch.save's:
 SAVE = "write_end_of_file"
 

@@ -1,4 +1,5 @@
 """train.py: the loop, data order, evaluation, and stopping and resuming."""
+import importlib
 import itertools
 import json
 import math
@@ -255,35 +256,37 @@ def error_of_moments(one, other):
     return max(errors)
 
 
-def test_a_training_step_does_not_depend_on_the_number_of_processes(data, tmp_path):
-    """Processes change in the middle. Dropout is left out, because each process draws its own.
-
-    Some matrices are frozen.
-    """
+def test_a_training_step_does_not_depend_on_the_number_of_processes(data, tmp_path, monkeypatch):
+    """Two processes become one in the middle. Some matrices are frozen."""
     program = tmp_path / "program.py"
-    program.write_text("import torch, train\nfrom common.commandline import run_program\n"
-                       "torch.nn.functional.dropout = lambda x, *_, **__: x\n"
+    program.write_text("import train\nfrom common.commandline import run_program\n"
                        "make_model = train.make_model\n"
                        "def frozen(hp):\n"
                        "    model = make_model(hp)\n"
                        "    model.down[0].mlp.requires_grad_(False)\n"
                        "    return model\n"
-                       "train.make_model = frozen\n"
-                       "run_program(train.main)\n")
+                       "if __name__ == '__main__':\n"
+                       "    train.make_model = frozen\n"
+                       "    run_program(train.main)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(train, "make_model", importlib.import_module("program").frozen)
     flags = [*TINY, f"--data={data}", "--training_bytes=1024", "--effective_batch_size=8",
              "--lambda_pi=1", "--lambda_target=10",
              "--learning_rate=2e-2", "--warmup_bytes=1024"]  # no decay: one run is cut short
 
     def trained(name, *more, processes=1):
         arguments = [*flags, f"--out_dir={tmp_path}/{name}", *more]
-        command = [*TORCHRUN, f"--nproc_per_node={processes}", program, *arguments]
-        subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        if processes == 1:
+            train.main(arguments)
+        else:
+            command = [*TORCHRUN, f"--nproc_per_node={processes}", program, *arguments]
+            subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
         return torch.load(tmp_path / name / "ckpt.pt")
 
     whole = trained("whole", "--batch_size=8")
     assert whole["step"] == 4
     trained("processes", "--batch_size=4", "--training_bytes=512", processes=2)
-    changed = trained("processes", "--batch_size=2", "--resume=True", processes=4)
+    changed = trained("processes", "--batch_size=8", "--resume=True")
     assert error_of_moments(whole, changed) < 1e-3
     logs = [[record for record in steps_of(tmp_path / name) if "auto" in record]
             for name in ("whole", "processes")]
@@ -615,13 +618,16 @@ def test_without_experiments_it_trains_resumes_samples_and_scores(data, tmp_path
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
     shutil.copytree(ROOT / "common", tmp_path / "common")
-    out = f"--out_dir={tmp_path}/out"
-    for command in (
-            ["train.py", *TINY, f"--data={data}", out, f"--training_bytes={STEP}"],
-            ["train.py", "--resume=True", out, f"--training_bytes={2 * STEP}"],
-            ["sample.py", out, "--max_new_bytes=5"],
-            ["sample.py", out, "--text=the quick"]):
-        subprocess.run([sys.executable, *command], cwd=tmp_path, check=True)
+    program = """
+import sys, sample, train
+*flags, out = sys.argv[1:]
+train.main([*flags, out, "--training_bytes=128"])
+train.main(["--resume=True", out, "--training_bytes=256"])
+sample.main([out, "--max_new_bytes=5"])
+sample.main([out, "--text=the quick"])
+"""
+    command = [sys.executable, "-c", program, *TINY, f"--data={data}", f"--out_dir={tmp_path}/out"]
+    subprocess.run(command, cwd=tmp_path, check=True)
 
 
 @pytest.mark.parametrize("function, call, step", [("losses", 6, 6), ("make_optimizer", 1, 0)])
