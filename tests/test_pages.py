@@ -258,13 +258,13 @@ def test_runs_are_drawn_on_the_same_given_text_or_first_validation_row(
 
 def test_tokens_in_machine_code_are_counted_on_the_first_bytes_of_instructions(
         tmp_path, monkeypatch, capsys):
-    """Two of three tokens end there, and two of four instructions have one."""
+    """Two of three tokens end there, one at padding. Two of four instructions have one."""
     printed = ("\nx.text:     file format binary\n\n0000000000000000 <.data>:\n"
                "       0:\t48 89 c7             \tmov    %rax,%rdi\n"
-               "       3:\tc3                   \tret\n"
+               "       3:\t90                   \tnop\n"
                "       4:\teb 00                \tjmp    0x6\n"
                "       6:\tc3                   \tret\n")
-    code = b"H\x89\xc7\xc3\xeb\0\xc3"
+    code = b"H\x89\xc7\x90\xeb\0\xc3"
     steps = [(byte, place in (1, 3, 6), 0.5, place) for place, byte in enumerate(code)]
     monkeypatch.setattr(machine_code.subprocess, "run",
                         lambda *_, **__: SimpleNamespace(stdout=printed))
@@ -274,17 +274,17 @@ def test_tokens_in_machine_code_are_counted_on_the_first_bytes_of_instructions(
     (tmp_path / "x.text").write_bytes(code)
     machine_code.main(["out/ckpt.pt", "x.text", "--start=1"])
     # 0 + 1 + ... + 6 nats
-    assert "| out/ckpt.pt | 4.328 | 0.43 | 67% | 50% | 0.57 |" in capsys.readouterr().out
+    assert "| out/ckpt.pt | 4.328 | 0.43 | 67% | 50% | 50% | 33% |" in capsys.readouterr().out
     elements = list(ElementTree.parse(tmp_path / "machine_code.svg").getroot())
     texts = [e.text for e in elements if e.tag.endswith("text")]
     assert texts[:3] == ["a boundary is likely", "unlikely", "a token ends"]
-    assert texts[3:] == ["c3", "ret", "eb", "00", "jmp    0x6"]
+    assert texts[3:] == ["90", "nop", "eb", "00", "jmp    0x6"]
     ends = [e.get("d") for e in elements if e.get("class") == "end"]
     assert ends[1:] == ["M20 34h2v19h-2z"]
 
     steps[:] = [(byte, False, 0.5, 1) for byte in code]  # no token ends
     machine_code.main(["out/ckpt.pt", "x.text"])
-    assert "| 0.00 | 0% | 0% | 0.00 |" in capsys.readouterr().out
+    assert "| 0.00 | 0% | 0% | 0% | 0% |" in capsys.readouterr().out
     (tmp_path / "x.text").write_bytes(b"")
     with pytest.raises(UserError, match="x.text is empty"):
         machine_code.main(["out/ckpt.pt", "x.text"])
