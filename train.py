@@ -388,7 +388,9 @@ def train(hp, saved):
     if RANK == 0:
         log = checkpoint.with_name("log.jsonl").open("a", buffering=1)
         log.truncate(min(log.tell(), log_bytes))  # drop lines after the checkpoint
-        write_record(log, versions(device, dtype) | {"hyperparameters": vars(hp)})
+        held_out = hashlib.sha256(np.concatenate(val_shards)).hexdigest()
+        write_record(log, versions(device, dtype) | {
+            "held_out": held_out, "hyperparameters": vars(hp)})
         parameters = sum(p.numel() for p in model.parameters())
         say(f"{parameters:,} parameters{'; compiling may take a minute' if compiled else ''}")
         if hp.resume and saved["config"]["training_bytes"] <= bytes_seen < end:

@@ -8,8 +8,8 @@ Keeps the results of runs, and writes the tables of them into the READMEs.
 results/runs.jsonl, beside this file, has a line for each finished run of train.py: what --table,
 --text and --machine say; its system, seed and flags; bits per byte and tokens per byte on the
 validation rows, and the share of tokens that end on a space or punctuation (outside); MB and FLOPs
-of training, minutes, parameters; commit, torch and dtype. A run that is added again replaces its
-line.
+of training, minutes, parameters; commit, torch and dtype; a hash of the validation rows (held_out).
+A run that is added again replaces its line.
 
 In a README, the lines from <!-- TABLE QUANTITY QUANTITY --> to the next empty line are such a
 table: a row for each system or label, and columns for each text and quantity. A cell is the mean

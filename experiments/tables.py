@@ -58,6 +58,7 @@ def read_run(folder):
         "system": hp.system, "seed": hp.seed, "flags": flags,
         "parameters": sum(p.numel() for p in model.parameters()),
         "commit": header["commit"], "torch": header["torch"], "dtype": header["dtype"],
+        "held_out": header.get("held_out"),
         "finished": max(record.get("bytes", 0) for record in records) >= hp.training_bytes}
     steps = [record for record in records if "auto" in record]
     if not steps:  # stopped before the first log line

@@ -1,4 +1,5 @@
 """train.py: the loop, data order, evaluation, and stopping and resuming."""
+import hashlib
 import importlib
 import itertools
 import json
@@ -534,13 +535,16 @@ def test_a_log_line_shows_the_loss_in_bits_and_the_speed_since_the_last_line(
         assert line.endswith(f" undecided | {speed:.0f} bytes/s, {minutes:.1f} min left")
 
 
-def test_a_log_begins_with_the_commit_versions_machine_and_hyperparameters(trained):
+def test_a_log_begins_with_the_commit_versions_data_and_hyperparameters(trained, data):
     header = json.loads((trained / "log.jsonl").read_text().splitlines()[0])
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     assert commit.stdout.startswith(header["commit"].removesuffix("-dirty"))
     assert header["torch"] == torch.__version__
     assert (header["device"], header["dtype"]) == ("cpu", "float32")
     assert header["hyperparameters"] == torch.load(trained / "ckpt.pt")["config"]
+    rows = (data / "val_00000.bin").read_bytes()
+    rows = rows[: len(rows) // 64 * 64]  # the shards keep a remainder
+    assert header["held_out"] == hashlib.sha256(rows).hexdigest()
 
 
 # ---- Stopping, resuming, and what is refused.
