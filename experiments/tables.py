@@ -14,7 +14,7 @@ from train import Hyperparameters
 RESULTS = Path(__file__).parents[1] / "results"  # what compare.py trains; git ignores it
 # hyperparameters that are no flags in a run's line
 OWN = {"system", "seed", "data", "out_dir", "resume", "device", "dtype", "training_bytes"}
-FORMATS = {"bits": "{:.3f}", "lead": "{:+.3f}", "rate": "{:.2f}", "outside": "{:.0%}",
+FORMATS = {"bits": "{:.3f}", "lead": "{:+.3f}", "rate": "{:.2f}", "outside": "{:.0%}", "undecided": "{:.0%}",
            "MB": "{:.1f}", "FLOPs": "{:.3g}", "minutes": "{:.1f}"}
 
 
@@ -39,8 +39,8 @@ def read_log(path):
 def read_run(folder):
     """What a run's log says about the run, and about its evaluations, without that of step 0.
 
-    The first is a dictionary, without "finished" a part of a line of runs.jsonl. The second is a
-    list of dictionaries: bits per byte and tokens per byte on the validation rows, the share of
+    The first is a dictionary, without "finished" a part of a line of runs.jsonl; its undecided is
+    the mean over the first tenth of training. The second is a list of dictionaries: bits per byte and tokens per byte on the validation rows, the share of
     tokens that end on a space or punctuation (outside), and what training up to there took: MB,
     FLOPs, FLOPs as the paper counts them, and minutes, at the run's median speed. Raises UserError
     if the log has no header.
@@ -64,6 +64,8 @@ def read_run(folder):
     if not steps:  # stopped before the first log line
         return about, []
     speed = statistics.median(step["bytes_per_second"] for step in steps)
+    first = [step["undecided"] for step in steps if step["bytes"] <= hp.training_bytes / 10]
+    about["undecided"] = statistics.mean(first or [steps[0]["undecided"]])
     evaluations = []
     step = steps[0]  # the latest one: its rate holds for the bytes since the last record
     last_bytes = flops = paper_flops = 0

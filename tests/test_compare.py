@@ -111,7 +111,7 @@ def runs(tmp_path, trained, monkeypatch):
         for m in range(5):
             speed = 1e9 if m == 1 else 1e4
             if m > 0:
-                records.append({"bytes": m * 1e6, "auto": 1.0, "rate": 10 * m,
+                records.append({"bytes": m * 1e6, "auto": 1.0, "rate": 10 * m, "undecided": 0.5,
                                 "bytes_per_second": speed})
             if m in (0, 2, 4):
                 records.append({"bytes": m * 1e6, "val_bpb": 3 - m / 4 + i,
