@@ -6,7 +6,8 @@ Generates text with a trained model and shows where its tokens end.
     python sample.py --text="def main(argv):"      shows the boundaries of this text
 
 A │ marks the end of a token. On a terminal the colour is the policy's probability of a
-boundary after that character: blue is low, yellow is high. tokens() and vectors() are for use in Python.
+boundary after that character: blue is low, yellow is high. tokens() and vectors() are for use in
+Python.
 """
 import math
 import os
@@ -252,9 +253,13 @@ def vectors(model, text):
     """The tokens' vectors after the middle: Y' (tokens, D), that of <bos> first.
 
     text, a str or bytes, has at most seq_len bytes. Tokens end where p > 1/2, as those of tokens
-    with deterministic=True, but the end of the text ends none. The model is a learned one.
+    with deterministic=True, but the end of the text ends none. Raises UserError if the text is
+    longer, or the model is not a learned one.
     """
     text = text.encode() if isinstance(text, str) else text
+    if model.hp.system != "learned" or len(text) > model.hp.seq_len:
+        raise UserError(f"vectors needs a learned model, not {model.hp.system}, and at most "
+                        f"seq_len={model.hp.seq_len} bytes of text, not {len(text)}")
     x = torch.tensor([[BOS, *text]], device=model.embedding.weight.device)
     _, _, _, a = model(x, x, torch.full(x.shape, 0.5, device=x.device))
     ends, _, positions, slots = token_layout(a)

@@ -233,7 +233,7 @@ def evaluate(model, shards, rows, batch_size, autocast):
     """Bits per byte (val_bpb) and tokens per byte (val_rate), and what the model read.
 
     Rows and uniforms are the same every time. What was read is x, a and p (rows, N), on the CPU.
-    Gradients stay on: without them, torch.compile would compile every layer a second time.
+    Gradients may stay on: without them, torch.compile would compile every layer a second time.
     """
     rows = min(rows, sum(map(len, shards)))
     device = model.embedding.weight.device
@@ -395,7 +395,7 @@ def train(hp, saved):
         say(f"{parameters:,} parameters{'; compiling may take a minute' if compiled else ''}")
         if hp.resume and saved["config"]["training_bytes"] <= bytes_seen < end:
             say("the learning rates had reached 0; for the added bytes they rise again")
-        if hp.resume and saved.get("data_hash") != data_hash:
+        if hp.resume and saved.get("data_hash", data_hash) != data_hash:
             say(f"data: {hp.data} has changed since the checkpoint")
     saved.clear()  # frees the memory
 

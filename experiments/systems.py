@@ -8,8 +8,8 @@ have rates of their own, follow the target rate.
     uniform     round(N * target) evenly spaced tokens
     random      independent draws at the target rate
     whitespace  the first byte after a word (SpaceByte, arXiv 2404.14408)
-    bpe         the first character after each of o200k_base's tokens, as far as the text so far
-                shows them
+    bpe         the first character after each of o200k_base's tokens, judged from the text up to
+                there
     bpe-late    the paper's BPE: the first byte after each of the whole row's; looks ahead
     none        every byte is a token
     gumbel      Nawrot et al., arXiv 2211.09761
@@ -122,19 +122,20 @@ class BPE(Fixed):
     def ends(self, row):
         """The bytes of a row at which a token ends.
 
-        Encodes the text from the second last run of white space on, because earlier text does not
-        matter. A byte that is not UTF-8 ends no token: it could be the start of a character.
+        Encodes the text from the last run of white space on that begins with no newline. The
+        tokenizer always begins a piece there, so earlier text does not matter. A byte that is not
+        UTF-8 ends no token, because whether it is one can depend on later bytes.
         """
         ends = []
         i = -1
-        starts = [0, 0]  # of the last two runs of white space
+        start = 0
         text = row.decode(errors="surrogateescape")
         for k, character in enumerate(text):
             size = len(character.encode(errors="surrogateescape"))
             i += size
-            if character.isspace() and not text[k - 1 : k].isspace():
-                starts = [starts[1], k]
-            last = self.tokenizer.encode_ordinary(text[starts[0] : k + 1])[-1]
+            if character.isspace() and character not in "\r\n" and not text[k - 1 : k].isspace():
+                start = k
+            last = self.tokenizer.encode_ordinary(text[start : k + 1])[-1]
             valid = not "\udc80" <= character <= "\udcff"
             if valid and len(self.tokenizer.decode_single_token_bytes(last)) <= size:
                 ends.append(i)

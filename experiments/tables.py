@@ -14,8 +14,8 @@ from train import Hyperparameters
 RESULTS = Path(__file__).parents[1] / "results"  # what compare.py trains; git ignores it
 # hyperparameters that are no flags in a run's line
 OWN = {"system", "seed", "data", "out_dir", "resume", "device", "dtype", "training_bytes"}
-FORMATS = {"bits": "{:.3f}", "lead": "{:+.3f}", "rate": "{:.2f}", "outside": "{:.0%}", "undecided": "{:.0%}",
-           "MB": "{:.1f}", "FLOPs": "{:.3g}", "minutes": "{:.1f}"}
+FORMATS = {"bits": "{:.3f}", "lead": "{:+.3f}", "rate": "{:.2f}", "outside": "{:.0%}",
+           "undecided": "{:.0%}", "MB": "{:.1f}", "FLOPs": "{:.3g}", "minutes": "{:.1f}"}
 
 
 def table(head, rows):
@@ -39,11 +39,9 @@ def read_log(path):
 def read_run(folder):
     """What a run's log says about the run, and about its evaluations, without that of step 0.
 
-    The first is a dictionary, without "finished" a part of a line of runs.jsonl; its undecided is
-    the mean over the first tenth of training. The second is a list of dictionaries: bits per byte and tokens per byte on the validation rows, the share of
-    tokens that end on a space or punctuation (outside), and what training up to there took: MB,
-    FLOPs, FLOPs as the paper counts them, and minutes, at the run's median speed. Raises UserError
-    if the log has no header.
+    The first is a dictionary; all of it but "finished" goes into a line of runs.jsonl, as do the
+    quantities of the last evaluation. The second is a list of dictionaries of quantities; report.py
+    explains them. Minutes are at the run's median speed. Raises UserError if the log has no header.
     """
     records = read_log(folder / "log.jsonl")
     headers = [record for record in records if "hyperparameters" in record]
@@ -59,7 +57,8 @@ def read_run(folder):
         "parameters": sum(p.numel() for p in model.parameters()),
         "commit": header["commit"], "torch": header["torch"], "dtype": header["dtype"],
         "held_out": header.get("held_out"),
-        "finished": max(record.get("bytes", 0) for record in records) >= hp.training_bytes}
+        "finished": any("val_bpb" in record and record["bytes"] >= hp.training_bytes
+                        for record in records)}
     steps = [record for record in records if "auto" in record]
     if not steps:  # stopped before the first log line
         return about, []
@@ -87,7 +86,7 @@ def read_run(folder):
 
 
 def mean_and_error(values):
-    """The mean of numbers, and its standard error, which is not a number for a single one."""
+    """The mean of numbers, and its standard error, or NaN if there is only one."""
     error = math.nan
     if len(values) > 1:
         error = statistics.stdev(values) / len(values) ** 0.5
@@ -95,25 +94,30 @@ def mean_and_error(values):
 
 
 def cell(runs, quantity, learned):
-    """A cell of a table: a quantity of runs, which differ in their seeds.
+    """A cell of a table: a quantity of runs, which differ in their seeds, or "" if they lack it.
 
-    learned are the runs whose lead it may be.
+    learned: the runs of learned tokens on the same text, for the lead.
     """
     key = "bits" if quantity == "lead" else quantity
-    if not runs or quantity == "lead" and (not learned or runs == learned):
+    values = [run[key] for run in runs if run.get(key) is not None]
+    if not values or quantity == "lead" and (not learned or runs == learned):
         return ""
-    mean, error = mean_and_error([run[key] for run in runs])
+    mean, error = mean_and_error(values)
     if quantity == "lead":
         other, other_error = mean_and_error([run[key] for run in learned])
         mean, error = mean - other, math.hypot(error, other_error)
     shown = FORMATS[quantity].format(mean)
     if quantity in ("bits", "lead") and not math.isnan(error):
         shown += f" ± {error:.3f}"
-    return f"{shown} ({len(runs)})" if quantity == "bits" else shown
+    return f"{shown} ({len(values)})" if quantity == "bits" else shown
 
 
 def pivot(runs, quantities):
     """A Markdown table of runs, lines of runs.jsonl: systems or labels by texts and quantities."""
+    def of(label, text):
+        return [run for run in runs
+                if run["text"] == text and (run.get("label") or run["system"]) == label]
+
     texts = list(dict.fromkeys(run["text"] for run in runs))
     labels = [run.get("label") or run["system"] for run in runs]
     labels = dict.fromkeys(name for name in ["learned", *SYSTEMS, *labels] if name in labels)
@@ -127,9 +131,7 @@ def pivot(runs, quantities):
     for label in labels:
         row = [label]
         for text in texts:
-            own, learned = ([run for run in runs if run["text"] == text
-                             and (run.get("label") or run["system"]) == name]
-                            for name in (label, "learned"))
+            own, learned = of(label, text), of("learned", text)
             row += [cell(own, quantity, learned) for quantity in quantities]
         rows.append(row)
     return table(head, rows)

@@ -141,7 +141,7 @@ def test_the_table_and_figure_show_means_and_costs(runs, trained, monkeypatch):
 def test_an_unfinished_run_is_in_no_table(tmp_path, trained):
     folder = shutil.copytree(trained, tmp_path / "runs/learned-1337")
     lines = (folder / "log.jsonl").read_text().splitlines(True)
-    (folder / "log.jsonl").write_text("".join(lines[:-2]))
+    (folder / "log.jsonl").write_text("".join(lines[:-1]))
     compare.write_results(tmp_path)
     assert cells(tmp_path / "table.md") == []
 
@@ -151,9 +151,13 @@ def test_recorded_runs_become_the_tables_of_the_readmes(runs, monkeypatch, capsy
     monkeypatch.setattr(report, "RUNS", runs / "runs.jsonl")
     monkeypatch.setattr(report, "READMES", [readme])
     (runs / "runs.jsonl").write_text("")
-    readme.write_text("a\n\n<!-- x bits lead -->\nold\n\nb | c\n\n<!-- y rate -->\n")
+    readme.write_text("a\n\n<!-- x bits lead -->\nold\n\n<!-- no table -->\n\n")
     folders = [str(path) for path in sorted((runs / "runs").iterdir())]
     report.main(["--table=x", "--text=C", "--machine=m", *folders])
+    with open(readme, "a") as file:
+        file.write("<!-- y rate -->")
+    with pytest.raises(UserError, match="there are no runs of the table y"):
+        report.main([])
     report.main(["--table=y", "--text=C", "--machine=m", *folders[:1]])
     recorded = read_jsonl(runs / "runs.jsonl")
     assert [(r["table"], r["system"], r["seed"]) for r in recorded] == [
@@ -168,7 +172,7 @@ def test_recorded_runs_become_the_tables_of_the_readmes(runs, monkeypatch, capsy
 | learned | 2.500 ± 0.500 (2) |  |
 | uniform | 4.000 (1) | +1.500 |
 
-b | c
+<!-- no table -->
 
 <!-- y rate -->
 | tokens | C |
@@ -176,10 +180,10 @@ b | c
 | learned | 0.20 |
 """
     written = readme.read_text(), (runs / "runs.jsonl").read_text()
-    report.main(["--table=x", "--text=C", "--machine=m", *folders[2:]])  # replaces its line
-    assert len(read_jsonl(runs / "runs.jsonl")) == 4
-    report.main([])
-    assert readme.read_text() == written[0]
+    report.main(["--table=x", "--text=C", "--machine=m", *folders[1:2]])  # replaces its line
+    assert (readme.read_text(), (runs / "runs.jsonl").read_text()) == written
+    report.main(["--table=x", "--text=C", "--machine=m", "--label=z", *folders[:1]])
+    assert "| z | 2.000 (1) | -0.500 |\n" in readme.read_text()
     with pytest.raises(UserError, match="give --table, --text and --machine"):
         report.main([*folders, "--table=x"])
 

@@ -98,7 +98,7 @@ def test_what_utf8_or_xml_forbids_is_replaced_and_the_rest_is_written(tmp_path):
     assert words[-2] == "acaf" + 5 * "\ufffd" + "\n€"
     pictures.write(tmp_path / "a.html", pictures.boundaries_page({text: STEPS}))
     assert "acaf\ufffd" in (tmp_path / "a.html").read_text(encoding="utf-8")
-    made = pictures.plot({text: [[{"paper_flops": 1, "val_bpb": 4}]]})
+    made = pictures.plot({text: [[{"paper's FLOPs": 1, "bits": 4}]]})
     pictures.write(tmp_path / "b.svg", made)
     ElementTree.parse(tmp_path / "b.svg")
 
@@ -125,7 +125,7 @@ from pathlib import Path
 from experiments import {", ".join(path.stem for path in PROGRAMS)}
 from experiments.pictures import plot
 assert "matplotlib" not in sys.modules
-run = [{{"paper_flops": 1, "val_bpb": 4}}, {{"paper_flops": 30, "val_bpb": 2}}]
+run = [{{"paper's FLOPs": 1, "bits": 4}}, {{"paper's FLOPs": 30, "bits": 2}}]
 for name in "ab":
     Path(sys.argv[1], name + ".svg").write_text(plot({{"x": [run]}}))
 """

@@ -234,6 +234,7 @@ def test_bytes_are_scored_as_they_are(trained, tmp_path, capsys):
 
 def test_vectors_are_what_the_decoder_adds_to_the_bytes_up_to_the_next_token(trained):
     model = sample.load(trained)
+    torch.manual_seed(0)
     model.policy.linear.weight.data.normal_(std=50)  # make it sure
     x = torch.tensor([[BOS, *b"def main(argv):"]])
     with torch.no_grad():
@@ -244,6 +245,8 @@ def test_vectors_are_what_the_decoder_adds_to_the_bytes_up_to_the_next_token(tra
         again = model.head.logp(model.decode(model.upsample(X[0], Y, torch.tensor(last))[None]), x)
     assert 3 < len(Y) < 14
     torch.testing.assert_close(again, logp)
+    with pytest.raises(UserError, match="seq_len=32 bytes of text, not 33"):
+        sample.vectors(model, "a" * 33)
 
 
 def test_readmes_python_examples_run_as_written(trained, monkeypatch, capsys):

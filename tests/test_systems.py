@@ -39,7 +39,7 @@ def toy_bpe(monkeypatch):
     merges = [bytes([i]) for i in range(256)]
     merges += b"he ll hell hello _t ok _tok en _token iz at izat on ion izati ization".split()
     ranks = {merge: rank for rank, merge in enumerate(merges)}
-    toy = tiktoken.Encoding("toy", pat_str=r"\s?\S+|\s+", mergeable_ranks=ranks,
+    toy = tiktoken.Encoding("toy", pat_str=r"\s?\w+|[^\s\w]+[\n/]*|\s+", mergeable_ranks=ranks,
                             special_tokens={"<|endoftext|>": 1000})
     monkeypatch.setattr(tiktoken, "get_encoding", {"o200k_base": toy}.get)
 
@@ -143,7 +143,7 @@ def test_whitespace_marks_the_first_byte_after_a_word():
 def test_bpe_ends_a_token_at_a_character_that_is_one_in_the_text_up_to_it(toy_bpe):
     """Whatever white space comes before. A byte that is not UTF-8 is no character."""
     tokenizer = small("bpe").tokenizer
-    text = " hello  hell\n\nhe _token\tization é€x hel hello_tokeniz  ok"
+    text = " hello  hell;\n//\n//hello\nhe _token\tization é€x hel hello_tokeniz  ok"
     expected = []
     for k, character in enumerate(text):
         last = tokenizer.encode_ordinary(text[: k + 1])[-1]

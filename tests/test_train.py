@@ -281,7 +281,8 @@ def test_a_training_step_does_not_depend_on_the_number_of_processes(data, tmp_pa
             train.main(arguments)
         else:
             command = [*TORCHRUN, f"--nproc_per_node={processes}", program, *arguments]
-            subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+            path = {"PYTHONPATH": str(ROOT)}
+            subprocess.run(command, check=True, cwd=ROOT, env=os.environ | path)
         return torch.load(tmp_path / name / "ckpt.pt")
 
     whole = trained("whole", "--batch_size=8")
