@@ -24,7 +24,7 @@ from experiments.pictures import LEGEND, svg, svg_cell, write
 from experiments.tables import table
 from sample import scored
 
-
+# what compilers put between functions and before loops
 PADDING = re.compile(r"((cs|data16) )*nop|xchg +%ax,%ax|int3")
 
 
