@@ -38,6 +38,7 @@ def toy_bpe(monkeypatch):
     """A tokenizer with few merges in place of o200k_base, which needs a network."""
     merges = [bytes([i]) for i in range(256)]
     merges += b"he ll hell hello _t ok _tok en _token iz at izat on ion izati ization".split()
+    merges.append(b"\n/")  # within a piece, which newlines may continue after punctuation
     ranks = {merge: rank for rank, merge in enumerate(merges)}
     toy = tiktoken.Encoding("toy", pat_str=r"\s?\w+|[^\s\w]+[\n/]*|\s+", mergeable_ranks=ranks,
                             special_tokens={"<|endoftext|>": 1000})
