@@ -36,7 +36,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pyarrow.dataset
+import pyarrow
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
@@ -185,6 +185,7 @@ def find_dataset(options, counts):
 
 def read_dataset(builder, options, state):
     """Yields what read_files yields, of a Hugging Face dataset."""
+    import pyarrow.dataset  # here because it imports pandas
     path, column, counts = options.hf_path, options.text_column, state["counts"]
     config = builder.config
     config.batch_size = 1000  # of Parquet; the default fails if the first row group is empty

@@ -1,13 +1,12 @@
 """A user's mistakes, messages, and the flags and configuration files of train.py and sample.py."""
 import argparse
 import inspect
+import math
 import os
 import runpy
 import sys
 from dataclasses import fields
 from difflib import get_close_matches
-
-import torch
 
 from common.text import printable
 
@@ -49,8 +48,6 @@ def run_program(main):
         print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
         code = 2
     say(end="")  # what the buffer still holds
-    if torch.distributed.is_initialized():
-        os._exit(code)  # a normal exit may abort, because gloo's threads outlive Python
     sys.exit(code)
 
 
@@ -76,7 +73,7 @@ def parse(field, value):
             return os.path.expanduser(value)  # a leading ~
         number = eval(str(value))  # 1/5 or 6e9; nan is no name
         # True is no 1, and 2.5 is no int
-        if isinstance(number, bool) == (kind is bool) and kind(number) == number < torch.inf:
+        if isinstance(number, bool) == (kind is bool) and kind(number) == number < math.inf:
             return kind(number)
     except Exception:
         pass

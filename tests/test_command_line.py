@@ -221,7 +221,7 @@ def test_help_and_marks_are_shown_on_terminals_of_any_encoding(encoding, mark):
         assert done.stdout.decode(encoding).rstrip().endswith(end.rstrip())
 
 
-@pytest.mark.parametrize("command", ["train.py --help", "prepare.py --help", "sample.py --help"])
+@pytest.mark.parametrize("command", ["train.py --help", "prepare.py --help"])
 def test_a_reader_that_has_gone_is_no_mistake(command):
     command = [sys.executable, *command.split()]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
