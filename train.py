@@ -416,11 +416,11 @@ def train(hp, saved):
                     model, val_shards, hp.eval_rows, hp.batch_size, autocast)
             if not math.isfinite(metrics["val_bpb"]):
                 raise UserError("the validation loss is not finite; use smaller learning rates")
-            metrics["ends_outside"] = share_outside_words(x, a)
+            metrics["outside"] = share_outside_words(x, a)
             line = list(zip(*(z[0, 1:161].tolist() for z in (x, a, p))))
             write_record(log, {"step": step, "bytes": bytes_seen, **metrics, "line": line})
             say(f"step {step} val {metrics['val_bpb']:.3f} bits/byte, rate "
-                f"{metrics['val_rate']:.3f} | {metrics['ends_outside']:.0%} of tokens end on a "
+                f"{metrics['val_rate']:.3f} | {metrics['outside']:.0%} of tokens end on a "
                 "space or punctuation")
             say("".join(marked(line[:80])).replace("\n", "⏎"))
         if RANK == 0 and (stopping or evaluating and step > first_step):

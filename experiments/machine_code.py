@@ -4,13 +4,20 @@ Compares a model's tokens with the instructions of x86-64 machine code, as objdu
     objcopy -O binary --only-section=.text /usr/bin/strace strace.text
     python -m experiments.machine_code out strace.text --start=65536
 
-For each checkpoint, prints the file's bits per byte, how many of the tokens end on an instruction's
-first byte (precision), and on how many of the first bytes a token ends (recall); then the share of
-padding among the first bytes found, and the recall without padding, as it is easy to find. The
-boundaries are drawn. Also writes machine_code.svg: 24 instructions from byte --start on, as the
-last checkpoint sees them.
+For each checkpoint, prints the following, and writes it to measured.json beside the checkpoint,
+where report.py finds it. The boundaries are drawn.
+
+    file_bits       bits per byte of the file
+    precision       the share of its tokens that end on an instruction's first byte
+    recall          the share of the first bytes on which a token ends
+    padding         the share of padding, which is easy to find, among the first bytes found
+    without_padding     the recall without padding
+
+Also writes machine_code.svg: 24 instructions from byte --start on, as the last checkpoint sees
+them.
 """
 import html
+import json
 import math
 import re
 import subprocess
@@ -21,7 +28,7 @@ import torch
 from common.checkpoint import load_model
 from common.commandline import UserError, argument_parser, run_program, say
 from experiments.pictures import LEGEND, svg, svg_cell, write
-from experiments.tables import table
+from experiments.tables import FORMATS, table
 from sample import scored
 
 # what compilers put between functions and before loops
@@ -63,22 +70,25 @@ def main(argv=None):
         raise UserError(f"{options.file} is empty")
     instructions = disassemble(options.file)
     padding = {place for place, text in instructions.items() if PADDING.match(text)}
+    quantities = "file_bits", "precision", "recall", "padding", "without_padding"
     rows = []
     for path in options.checkpoints:
         model, _ = load_model(path)
         torch.manual_seed(0)
         steps = list(scored(model, code))
         ends = {place for place, (_, a, _, _) in enumerate(steps) if a}
-        bits = sum(nats for *_, nats in steps) / math.log(2)
         hits = ends & instructions.keys()
-        rows.append([
-            path, f"{bits / len(code):.3f}", f"{len(ends) / len(code):.2f}",
-            f"{len(hits) / max(len(ends), 1):.0%}", f"{len(hits) / len(instructions):.0%}",
-            f"{len(hits & padding) / max(len(hits), 1):.0%}",
-            f"{len(hits - padding) / max(len(instructions.keys() - padding), 1):.0%}"])
-    head = ["checkpoint", "the file's bits", "rate", "precision", "recall", "padding",
-            "recall without padding"]
-    say(table(head, rows))
+        values = (
+            sum(nats for *_, nats in steps) / math.log(2) / len(code),
+            len(hits) / max(len(ends), 1),
+            len(hits) / len(instructions),
+            len(hits & padding) / max(len(hits), 1),
+            len(hits - padding) / max(len(instructions.keys() - padding), 1))
+        measured = dict(zip(quantities, values))
+        folder = Path(path) if Path(path).is_dir() else Path(path).parent
+        write(folder / "measured.json", json.dumps(measured))
+        rows.append([path, *(FORMATS[name].format(value) for name, value in measured.items())])
+    say(table(["checkpoint", *quantities], rows))
     write(Path("machine_code.svg"), listing(instructions, steps, options.start))
 
 

@@ -19,6 +19,7 @@ seeds. The quantities:
     outside    the share of tokens that end on a space or punctuation
     undecided  the mean over the first tenth of training
     MB, FLOPs, minutes    of training
+    file_bits, precision, recall, padding, without_padding    what machine_code.py measured
 """
 import json
 import re
@@ -71,6 +72,9 @@ def main(argv=None):
         if not found.pop("finished"):
             raise UserError(f"{folder} is not finished; go on with train.py --resume=True")
         run = about | found | evaluations[-1]
+        measured = folder / "measured.json"
+        if measured.exists():
+            run |= json.loads(measured.read_text())
         runs[identity(run)] = run
     readmes = [with_tables(path.read_text(encoding="utf-8"), runs.values()) for path in READMES]
     write(RUNS, "".join(json.dumps(run) + "\n" for run in runs.values()))

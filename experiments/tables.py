@@ -15,7 +15,9 @@ RESULTS = Path(__file__).parents[1] / "results"  # what compare.py trains; git i
 # hyperparameters that are no flags in a run's line
 OWN = {"system", "seed", "data", "out_dir", "resume", "device", "dtype", "training_bytes"}
 FORMATS = {"bits": "{:.3f}", "lead": "{:+.3f}", "rate": "{:.2f}", "outside": "{:.0%}",
-           "undecided": "{:.0%}", "MB": "{:.1f}", "FLOPs": "{:.3g}", "minutes": "{:.1f}"}
+           "undecided": "{:.0%}", "MB": "{:.1f}", "FLOPs": "{:.3g}", "minutes": "{:.1f}",
+           "file_bits": "{:.3f}", "precision": "{:.0%}", "recall": "{:.0%}", "padding": "{:.0%}",
+           "without_padding": "{:.0%}"}
 
 
 def table(head, rows):
@@ -80,7 +82,7 @@ def read_run(folder):
         if "val_bpb" in record and last_bytes:
             evaluations.append({
                 "bits": record["val_bpb"], "rate": record["val_rate"],
-                "outside": record["ends_outside"], "MB": last_bytes / 1e6, "FLOPs": flops,
+                "outside": record["outside"], "MB": last_bytes / 1e6, "FLOPs": flops,
                 "paper's FLOPs": paper_flops, "minutes": last_bytes / speed / 60})
     return about, evaluations
 
@@ -107,9 +109,9 @@ def cell(runs, quantity, learned):
         other, other_error = mean_and_error([run[key] for run in learned])
         mean, error = mean - other, math.hypot(error, other_error)
     shown = FORMATS[quantity].format(mean)
-    if quantity in ("bits", "lead") and not math.isnan(error):
+    if quantity in ("bits", "file_bits", "lead") and not math.isnan(error):
         shown += f" ± {error:.3f}"
-    return f"{shown} ({len(values)})" if quantity == "bits" else shown
+    return f"{shown} ({len(values)})" if quantity in ("bits", "file_bits") else shown
 
 
 def pivot(runs, quantities):
@@ -123,10 +125,10 @@ def pivot(runs, quantities):
     labels = dict.fromkeys(name for name in ["learned", *SYSTEMS, *labels] if name in labels)
     head = ["tokens"]
     for text in texts:
-        first = quantities[0]
+        first, *others = [quantity.replace("_", " ") for quantity in quantities]
         if text:
-            first = f"{text}: {first}" if len(quantities) > 1 else text
-        head += [first, *quantities[1:]]
+            first = f"{text}: {first}" if others else text
+        head += [first, *others]
     rows = []
     for label in labels:
         row = [label]

@@ -115,7 +115,7 @@ def runs(tmp_path, trained, monkeypatch):
                                 "bytes_per_second": speed})
             if m in (0, 2, 4):
                 records.append({"bytes": m * 1e6, "val_bpb": 3 - m / 4 + i,
-                                "val_rate": (1 + i) / 5, "ends_outside": i / 4, "line": []})
+                                "val_rate": (1 + i) / 5, "outside": i / 4, "line": []})
         lines = [json.dumps(record) + "\n" for record in records]
         (folder / "log.jsonl").write_text("".join(lines))
     return tmp_path
@@ -155,9 +155,10 @@ def test_recorded_runs_become_the_tables_of_the_readmes(runs, monkeypatch, capsy
     folders = [str(path) for path in sorted((runs / "runs").iterdir())]
     report.main(["--table=x", "--text=C", "--machine=m", *folders])
     with open(readme, "a") as file:
-        file.write("<!-- y rate -->")
+        file.write("<!-- y rate file_bits recall -->")
     with pytest.raises(UserError, match="there are no runs of the table y"):
         report.main([])
+    (runs / "runs/learned-1/measured.json").write_text('{"file_bits": 1.5, "recall": 0.75}')
     report.main(["--table=y", "--text=C", "--machine=m", *folders[:1]])
     recorded = read_jsonl(runs / "runs.jsonl")
     assert [(r["table"], r["system"], r["seed"]) for r in recorded] == [
@@ -174,10 +175,10 @@ def test_recorded_runs_become_the_tables_of_the_readmes(runs, monkeypatch, capsy
 
 <!-- no table -->
 
-<!-- y rate -->
-| tokens | C |
-| --- | --- |
-| learned | 0.20 |
+<!-- y rate file_bits recall -->
+| tokens | C: rate | file bits | recall |
+| --- | --- | --- | --- |
+| learned | 0.20 | 1.500 (1) | 75% |
 """
     written = readme.read_text(), (runs / "runs.jsonl").read_text()
     report.main(["--table=x", "--text=C", "--machine=m", *folders[1:2]])  # replaces its line

@@ -272,9 +272,10 @@ def test_tokens_in_machine_code_are_counted_on_the_first_bytes_of_instructions(
     monkeypatch.setattr(machine_code, "scored", lambda model, code: steps)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.text").write_bytes(code)
-    machine_code.main(["out/ckpt.pt", "x.text", "--start=1"])
+    machine_code.main([f"{tmp_path}/ckpt.pt", "x.text", "--start=1"])
     # 0 + 1 + ... + 6 nats
-    assert "| out/ckpt.pt | 4.328 | 0.43 | 67% | 50% | 50% | 33% |" in capsys.readouterr().out
+    assert "ckpt.pt | 4.328 | 67% | 50% | 50% | 33% |" in capsys.readouterr().out
+    assert json.loads((tmp_path / "measured.json").read_text())["precision"] == 2 / 3
     elements = list(ElementTree.parse(tmp_path / "machine_code.svg").getroot())
     texts = [e.text for e in elements if e.tag.endswith("text")]
     assert texts[:3] == ["a boundary is likely", "unlikely", "a token ends"]
@@ -283,8 +284,8 @@ def test_tokens_in_machine_code_are_counted_on_the_first_bytes_of_instructions(
     assert ends[1:] == ["M20 34h2v19h-2z"]
 
     steps[:] = [(byte, False, 0.5, 1) for byte in code]  # no token ends
-    machine_code.main(["out/ckpt.pt", "x.text"])
-    assert "| 0.00 | 0% | 0% | 0% | 0% |" in capsys.readouterr().out
+    machine_code.main([str(tmp_path), "x.text"])
+    assert "| 0% | 0% | 0% | 0% |" in capsys.readouterr().out
     (tmp_path / "x.text").write_bytes(b"")
     with pytest.raises(UserError, match="x.text is empty"):
-        machine_code.main(["out/ckpt.pt", "x.text"])
+        machine_code.main([str(tmp_path), "x.text"])

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Makes the data of experiments/README.md from packages of Debian 12: data/NAME for each text.
+#
+#     apt-get update && bash experiments/texts.sh       on Debian 12, with binutils; takes 4 GB
+set -euo pipefail
+cd "$(dirname "$0")/.."
+held_out="bash make strace"  # machine code that is only tested on
+mkdir -p data/packages
+cd data/packages
+apt-get download linux-source-6.1 linux-doc-6.1 linux-libc-dev anarchism python3.11-doc \
+    manpages-{de,fr,ja,ru}{,-dev} manpages-zh $held_out binutils-x86-64-linux-gnu coreutils gdb \
+    git openssh-client perl-base python3.11-minimal sqlite3 tmux util-linux vim
+for package in *.deb; do
+    dpkg-deb --extract "$package" "${package%%_*}"
+done
+tar --extract --file=linux-source-6.1/usr/src/linux-source-6.1.tar.xz
+find . -type f -name '*.gz' -exec gunzip --force {} +
+
+mkdir -p english code
+number=10000
+# other languages have characters that are not ASCII
+find anarchism/usr/share/doc/anarchism/markdown linux-doc-6.1 -name '*.md' -o -name '*.rst.txt' |
+    LC_ALL=C sort | xargs -d '\n' grep --files-without-match --perl-regexp '[^\x00-\x7F]' |
+    while read -r file; do
+        cp "$file" english/$((number++))
+    done
+find */usr/bin */bin */usr/sbin */sbin -type f | while read -r file; do
+    objcopy -O binary --only-section=.text "$file" "code/$(basename "$file")" 2> /dev/null || true
+done
+cd ../..
+(cd data/packages/code && head -qc 100000 $held_out > ../../held-out.text && rm $held_out)
+
+prepare() {  # NAME VAL_FRACTION INPUT...
+    python prepare.py --dataset=files --out_dir="data/$1" --val_fraction="$2" --input "${@:3}"
+}
+packages=data/packages
+prepare kernel 0.02 "$packages/linux-source-6.1/**/*.c"  # 600 MB
+prepare english 0.04 $packages/english
+prepare c 0.05 "$packages/linux-libc-dev/**/*.h"
+prepare html 0.05 "$packages/python3.11-doc/**/*.html"
+prepare chinese 0.05 $packages/manpages-zh/usr/share/man
+prepare french 0.05 $packages/manpages-fr{,-dev}/usr/share/man
+prepare german 0.05 $packages/manpages-de{,-dev}/usr/share/man
+prepare japanese 0.05 $packages/manpages-ja{,-dev}/usr/share/man
+prepare russian 0.05 $packages/manpages-ru{,-dev}/usr/share/man
+python prepare.py --dataset=files --out_dir=data/code --binary=True --input $packages/code
