@@ -169,7 +169,7 @@ def next_byte(logits, v, temperature, top_k):
     return byte.gather(1, place)[:, 0]
 
 
-@torch.no_grad()
+@torch.inference_mode()  # takes a fifth less time than no_grad
 def generate(model, x, max_new_bytes, temperature, top_k, deterministic=False):
     """Continues the prompts x (B, N), x_0 = <bos>, with a model in evaluation mode.
 
@@ -209,7 +209,7 @@ def prompt(start):
 
 
 # ---- Boundaries of a text.
-@torch.no_grad()
+@torch.inference_mode()
 def scored(model, text, deterministic=False):
     """Yields (byte, a, p, nats) for the bytes of a text, read in rows of seq_len bytes.
 
