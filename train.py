@@ -487,9 +487,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    try:
-        run_program(main)
-    except SystemExit as end:
-        if dist.is_initialized():
-            os._exit(end.code)  # a normal exit may abort, because gloo's threads outlive Python
-        raise
+    run_program(main)

@@ -48,6 +48,8 @@ def run_program(main):
         print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
         code = 2
     say(end="")  # what the buffer still holds
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        os._exit(code)  # a normal exit may abort, because gloo's threads outlive Python
     sys.exit(code)
 
 
