@@ -82,7 +82,7 @@ def read_run(folder):
         if "val_bpb" in record and last_bytes:
             evaluations.append({
                 "bits": record["val_bpb"], "rate": record["val_rate"],
-                "outside": record["outside"], "MB": last_bytes / 1e6, "FLOPs": flops,
+                "outside": record.get("outside"), "MB": last_bytes / 1e6, "FLOPs": flops,
                 "paper's FLOPs": paper_flops, "minutes": last_bytes / speed / 60})
     return about, evaluations
 
