@@ -7,11 +7,11 @@ Compares a model's tokens with the instructions of x86-64 machine code, as objdu
 For each checkpoint, prints the following, and writes it to measured.json beside the checkpoint,
 where report.py finds it. The boundaries are drawn.
 
-    file_bits       bits per byte of the file
-    precision       the share of its tokens that end on an instruction's first byte
-    recall          the share of the first bytes on which a token ends
-    padding         the share of padding, which is easy to find, among the first bytes found
-    without_padding     the recall without padding
+    file_bits          bits per byte of the file
+    precision          the share of its tokens that end on an instruction's first byte
+    recall             the share of the first bytes on which a token ends
+    padding            the share of padding, which is easy to find, among the first bytes found
+    without_padding    the recall without padding
 
 Also writes machine_code.svg: 24 instructions from byte --start on, as the last checkpoint sees
 them.
