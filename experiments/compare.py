@@ -47,12 +47,12 @@ def hyperparameters(flags):
 def affordable_bytes(hp, flops):
     """How many bytes training can read for so many FLOPs, at the target rate.
 
-    A fixed rule's rate is that of 64 validation rows.
+    A fixed rule's rate is that of 64 training rows.
     """
     model = make_model(hp)
     rate = hp.downsample_rate_target
     if isinstance(model, Fixed):
-        shards = open_shards(hp.data, "val", hp.seq_len)
+        shards = open_shards(hp.data, "train", hp.seq_len)
         [(x, _, u)] = micro_batches(shards, 0, 64, 64, hp.seed, 0, 1, "cpu")
         rate = model.rule(x, u).float().mean().item()
     step_bytes = hp.effective_batch_size * hp.seq_len

@@ -82,10 +82,13 @@ def test_the_paper_counts_six_flops_per_matrix_parameter():
 @pytest.mark.parametrize("system", ["learned", "whitespace", "none"])
 def test_a_run_of_equal_flops_reads_the_bytes_that_they_pay_for(
         system, data, tmp_path, monkeypatch):
-    """The policy does not learn here."""
+    """The policy does not learn here. Validation rows are unlike training rows: one word each."""
+    shutil.copytree(data, tmp_path / "data")
+    val = tmp_path / "data/val_00000.bin"
+    val.write_bytes(b"a" * val.stat().st_size)
     monkeypatch.setattr(compare, "RESULTS", tmp_path)
     monkeypatch.setattr(compare, "train_to_end", train_here)
-    compare.main([*TINY, f"--data={data}", f"--systems={system}", "--flops=1.1e9",
+    compare.main([*TINY, f"--data={tmp_path}/data", f"--systems={system}", "--flops=1.1e9",
                   "--policy_learning_rate=0", "--eval_interval=999", "--name=x"])
     _, [*_, last] = tables.read_run(tmp_path / f"x/runs/{system}-1337")
     assert last["MB"] > 0.004
