@@ -54,7 +54,7 @@ KINDS = {  # how `datasets` reads a file, by its suffix
     "csv": {"path": "csv"}, "tsv": {"path": "csv", "sep": "\t"}, "parquet": {"path": "parquet"},
     "arrow": {"path": "arrow"}, "txt": {"path": "text", "sample_by": "document"}}
 SUFFIX = re.compile(rf".*\.({'|'.join(KINDS)})\b[^/]*$", re.IGNORECASE)  # also .json.gz
-SKIPPED = re.compile(r"(^|/)\.|(__pycache__|(site|dist)-packages)(/|$)|\.pyc$")
+SKIPPED = re.compile(r"/\.|(__pycache__|(site|dist)-packages)(/|$)|\.pyc$")
 OURS = "train_00000.bin", "val_00000.bin", "ckpt.pt"
 
 
@@ -107,7 +107,8 @@ def open_shards(folder, split, seq_len, notes="meta.json"):
 def has_skipped_name(path, root):
     """Whether a part of the path that was found below root, not written by the user, is SKIPPED."""
     path, root = path.as_posix(), root.as_posix()
-    return SKIPPED.search(path[len(os.path.commonprefix([path, root])) :]) is not None
+    below = len(os.path.commonprefix([path, root]))
+    return SKIPPED.search(path[below - 1 :]) is not None
 
 
 def find_files(options, counts):
@@ -123,7 +124,7 @@ def find_files(options, counts):
             path = found.pop()
             real = os.path.realpath(path)
             ours = any(Path(path.parent, name).exists() for name in OURS)
-            unreadable = not os.access(path, os.R_OK) or path.is_fifo()
+            unreadable = not os.access(path, os.R_OK) or not (path.is_file() or path.is_dir())
             if path != root and (has_skipped_name(path, root) or ours or unreadable):
                 counts["paths skipped (see --help)"] += 1
             elif real not in paths:  # a link may lead back
@@ -153,7 +154,7 @@ def read_files(files, options, state):
 
 @contextmanager
 def one_line(options):
-    """Makes one line of what `datasets` and the libraries below it raise, dozens of types.
+    """Turns what `datasets` and the libraries below it raise into an error of one line.
 
     UserError if the data may be wrong, and OSError if not: mostly it is the network.
     """
@@ -214,7 +215,10 @@ def read_dataset(builder, options, state):
 # ---- The output.
 @contextmanager
 def locked(folder):
-    """Makes and locks a folder. UserError: another run has it. A new one that stays empty goes."""
+    """Locks a folder, or raises UserError if another run holds it.
+
+    Makes the folder if it does not exist; if it is still empty at the end, removes it again.
+    """
     new = not os.path.exists(folder)
     try:
         with FileLock(f"{folder}/.lock", timeout=0):
@@ -337,8 +341,9 @@ def prepare(out_dir, options):
         state["left_out_bytes"] += remainder
     said = ", ".join(f"{n} {what}" for what, n in counts.items() if n) or "all used"
     if not train["bytes"] or not val["bytes"]:
-        for path in [*out_dir.glob("*_0*.bin"), *out_dir.glob("progress.json")]:
-            path.unlink()
+        for name in "train_0*.bin", "val_0*.bin", "progress.json":
+            for path in out_dir.glob(name):
+                path.unlink()
         raise UserError(f"too little text for a row of --seq_len={seq_len} bytes in train and in "
                         f"val (--pack={options.pack}; {said}); give more text, a smaller --seq_len "
                         "or a larger --max_bytes")
@@ -374,6 +379,8 @@ def main(argv=None):
         if given.get(name, least) < least:
             raise UserError(f"--{name}={given[name]} must be at least {least}")
     out_dir = Path(options.out_dir or f"data/{dataset}")
+    if out_dir.resolve() in [Path(path).resolve() for path in options.input or []]:
+        raise UserError(f"--out_dir={out_dir} is also an --input; use another folder")
     try:
         with locked(out_dir):
             prepare(out_dir, options)

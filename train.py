@@ -210,10 +210,11 @@ def row_order(seed, epoch, n):
 
 
 def micro_batches(shards, first_row, rows, batch_size, seed, rank, world, device):
-    """This process's part of `rows` rows of the run, from row first_row on, as micro-batches.
+    """The run's next `rows` rows, from number first_row on: this process's share of them.
 
-    A list of (x, y, u), each (batch_size, N). y is a row; x is <bos> and the row without its last
-    byte; u are uniforms. What all processes together read does not depend on how many they are.
+    A list of micro-batches (x, y, u), each (batch_size, N). y is a row; x is <bos> and the row
+    without its last byte; u are uniforms. What all processes together read does not depend on how
+    many they are.
     """
     shard_rows, N = shards[0].shape  # all shards but the last have so many rows
     n = sum(map(len, shards))
@@ -252,7 +253,7 @@ def evaluate(model, shards, rows, batch_size, autocast):
 
 
 def share_outside_words(x, a):
-    """The fraction of tokens whose last character is neither a letter nor a digit; x, a (rows, N).
+    """The fraction of tokens whose last character is not in a word (in_word); x, a (rows, N).
 
     A token may end at any of a character's bytes; two in the same character count as one.
     """
@@ -407,7 +408,7 @@ def train(hp, saved):
         evaluating = finished or step % hp.eval_interval == 0
         # boundaries form early
         evaluating |= step in (hp.eval_interval // 4, hp.eval_interval // 2)
-        # a resumed run does not evaluate the step that it starts from a second time
+        # a resumed run does not evaluate the step that it starts from
         if RANK == 0 and evaluating and (step > first_step or not hp.resume):
             # before the first step nothing is compiled, so that the first text comes at once
             stance = "default" if step else "force_eager"
@@ -458,7 +459,7 @@ def train(hp, saved):
                     f"{speed:,.0f} bytes/s, {minutes:.1f} min left")
 
     if RANK == 0 and finished and step == first_step:
-        say(f"finished already; to go on, give more than --training_bytes={hp.training_bytes}")
+        say(f"finished already; to go on, give more than --training_bytes={bytes_seen}")
     elif RANK == 0:
         program = "torchrun ... train.py" if WORLD_SIZE > 1 else "python train.py"
         program = "python sample.py" if finished else f"{program} --resume=True"

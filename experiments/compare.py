@@ -9,9 +9,9 @@ Trains systems that place boundaries in different ways on the same rows, and com
 
 A system is a value of train.py's --system, and a shape is any flags of train.py. Each system trains
 in each shape. The configuration file and all other flags go to all runs. With --flops, each system
-reads as many bytes as it can pay for with so many FLOPs of training, if it keeps to the target
-rate; the table has the FLOPs that it took. Finished runs are not repeated, and stopped runs
-continue. Writes to results/NAME/, from all runs in its folder runs/:
+reads as many bytes as take so many FLOPs of training at its rate, the target or that of a fixed
+rule on 64 training rows; the table has the FLOPs that it took. Finished runs are not repeated, and
+stopped runs continue. Writes to results/NAME/, from all runs in its folder runs/:
 
     table.md   means over the seeds of finished runs
     loss.svg   bits per byte over FLOPs: the paper's Figures 3 and 4
@@ -28,8 +28,7 @@ from experiments.flops import flops_per_byte
 from experiments.pictures import plot, write
 from experiments.systems import SYSTEMS, Fixed
 from experiments.tables import RESULTS, pivot, read_run
-from prepare import open_shards
-from train import Hyperparameters, check, micro_batches
+from train import Hyperparameters, check, micro_batches, open_data
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,14 +44,11 @@ def hyperparameters(flags):
 
 
 def affordable_bytes(hp, flops):
-    """How many bytes training can read for so many FLOPs, at the target rate.
-
-    A fixed rule's rate is that of 64 training rows.
-    """
+    """The bytes that take so many FLOPs of training, rounded up to whole steps."""
     model = make_model(hp)
     rate = hp.downsample_rate_target
     if isinstance(model, Fixed):
-        shards = open_shards(hp.data, "train", hp.seq_len)
+        shards, _ = open_data(hp, {})
         [(x, _, u)] = micro_batches(shards, 0, 64, 64, hp.seed, 0, 1, "cpu")
         rate = model.rule(x, u).float().mean().item()
     step_bytes = hp.effective_batch_size * hp.seq_len
@@ -91,7 +87,7 @@ def write_results(results):
     for checkpoint in sorted(folder.glob("**/ckpt.pt")):
         place = checkpoint.parent.relative_to(folder)
         about, evaluations = read_run(checkpoint.parent)
-        label, _, _ = str(place).rpartition("-")
+        label, _, _ = place.as_posix().rpartition("-")
         curves.setdefault(label, []).append(evaluations)
         if about["finished"]:
             shape, _, _ = label.rpartition("/")
@@ -117,9 +113,13 @@ def main(argv=None):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"--{name}={value} must be above 0")
+    ours = ["--system=", "--seed=", "--out_dir=", "--resume=", "--init_from="]
+    if options.flops:
+        ours.append("--training_bytes=")
     for flag in sum(options.shape or [], others):
-        if flag.startswith(("--system=", "--seed=", "--out_dir=", "--resume=", "--init_from=")):
-            raise UserError(f"{flag} is set for each run; use --systems, --first_seed or --name")
+        if flag.startswith(tuple(ours)):
+            raise UserError(f"{flag} is set for each run; use --systems, --first_seed, --name or "
+                            "--flops")
     results = RESULTS / options.name
     planned = []
     for seed in range(options.first_seed, options.first_seed + options.seeds):

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from common.checkpoint import load_model
+from common.checkpoint import checkpoint_path, load_model
 from common.commandline import UserError, argument_parser, run_program, say
 from experiments.pictures import LEGEND, svg, svg_cell, write
 from experiments.tables import FORMATS, table
@@ -48,15 +48,15 @@ def listing(instructions, steps, start, lines=24):
 
     instructions as disassemble returns them; steps, (byte, a, p, nats) for each byte of the file.
     """
-    starts = [place for place in sorted(instructions) if place >= start][: lines + 1]
+    starts = [place for place in sorted(instructions) if place >= start]
     body = LEGEND
-    for row, (first, end) in enumerate(zip(starts, starts[1:])):
+    for row, (first, end) in enumerate(zip(starts[:lines], [*starts[1:], len(steps)])):
         y = 34 + 20 * row
         for column, (byte, a, p, _) in enumerate(steps[first:end]):
             body += svg_cell(22 * column, y, f"{byte:02x}", a, p, width=22)
         text = html.escape(instructions[first])
-        body += f'<text class="words" x="240" y="{y + 14}">{text}</text>\n'
-    return svg(600, 34 + 20 * lines, body)
+        body += f'<text class="words" x="340" y="{y + 14}">{text}</text>\n'
+    return svg(700, 34 + 20 * lines, body)
 
 
 def main(argv=None):
@@ -70,7 +70,6 @@ def main(argv=None):
         raise UserError(f"{options.file} is empty")
     instructions = disassemble(options.file)
     padding = {place for place, text in instructions.items() if PADDING.match(text)}
-    quantities = "file_bits", "precision", "recall", "padding", "without_padding"
     rows = []
     for path in options.checkpoints:
         model, _ = load_model(path)
@@ -78,17 +77,16 @@ def main(argv=None):
         steps = list(scored(model, code))
         ends = {place for place, (_, a, _, _) in enumerate(steps) if a}
         hits = ends & instructions.keys()
-        values = (
-            sum(nats for *_, nats in steps) / math.log(2) / len(code),
-            len(hits) / max(len(ends), 1),
-            len(hits) / len(instructions),
-            len(hits & padding) / max(len(hits), 1),
-            len(hits - padding) / max(len(instructions.keys() - padding), 1))
-        measured = dict(zip(quantities, values))
-        folder = Path(path) if Path(path).is_dir() else Path(path).parent
-        write(folder / "measured.json", json.dumps(measured))
+        measured = {
+            "file_bits": sum(nats for *_, nats in steps) / math.log(2) / len(code),
+            "precision": len(hits) / max(len(ends), 1),
+            "recall": len(hits) / len(instructions),
+            "padding": len(hits & padding) / max(len(hits), 1),
+            "without_padding":
+                len(hits - padding) / max(len(instructions.keys() - padding), 1)}
+        write(checkpoint_path(path).parent / "measured.json", json.dumps(measured))
         rows.append([path, *(FORMATS[name].format(value) for name, value in measured.items())])
-    say(table(["checkpoint", *quantities], rows))
+    say(table(["checkpoint", *measured], rows))
     write(Path("machine_code.svg"), listing(instructions, steps, options.start))
 
 

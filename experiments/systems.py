@@ -2,8 +2,8 @@
 The other ways to place boundaries that the paper compares with: train.py --system=NAME.
 
 Every system is a U-Net like the learned one. They differ in what decides where tokens end and, for
-gumbel and hnet, in how tokens are made and handed back. All but whitespace, bpe and bpe-late, which
-have rates of their own, follow the target rate.
+gumbel and hnet, in how tokens are made and handed back. whitespace, bpe, bpe-late and none have
+rates of their own; the others follow the target rate.
 
     uniform     round(N * target) evenly spaced tokens
     random      independent draws at the target rate
@@ -99,8 +99,8 @@ class EveryByte(Fixed):
 class BPE(Fixed):
     """GPT-4o's tokens, as the text so far shows them.
 
-    A token ends at a character, its last byte, if the character is a token of its own in the
-    encoding of the text up to it. That shows that the token before it has ended.
+    A token ends on the last byte of a character if the encoding of the text up to there has a token
+    that lies within the character. That shows that the token before it has ended.
     """
 
     def __init__(self, hp):

@@ -275,12 +275,13 @@ def test_every_system_trains_in_every_shape(data, tmp_path, monkeypatch):
     ("--shape='", "argument --shape: invalid split value"),
     ("--seed=5", "--seed=5 is set for each run; use --systems, --first_seed"),
     ("--shape=--system=none", "--system=none is set for each run"),
+    ("--flops=1e9 --training_bytes=9", "--training_bytes=9 is set for each run"),
     ("--seeds=0", "--seeds=0 must be above 0"),
     ("--flops=-1e9", "--flops=-1000000000.0 must be above 0"),
     ("--systems=no", "system=.no. must be one of learned")])
 def test_mistakes_in_a_comparison_are_explained(flag, message):
     with pytest.raises(UserError, match=message):
-        compare.main(["--name=x", "--systems=none", *TINY, flag])
+        compare.main(["--name=x", "--systems=none", *TINY, *flag.split()])
 
 
 def test_bench_converts_seconds_into_speeds(monkeypatch, capsys):

@@ -279,9 +279,9 @@ def test_tokens_in_machine_code_are_counted_on_the_first_bytes_of_instructions(
     elements = list(ElementTree.parse(tmp_path / "machine_code.svg").getroot())
     texts = [e.text for e in elements if e.tag.endswith("text")]
     assert texts[:3] == ["a boundary is likely", "unlikely", "a token ends"]
-    assert texts[3:] == ["90", "nop", "eb", "00", "jmp    0x6"]
+    assert texts[3:] == ["90", "nop", "eb", "00", "jmp    0x6", "c3", "ret"]
     ends = [e.get("d") for e in elements if e.get("class") == "end"]
-    assert ends[1:] == ["M20 34h2v19h-2z"]
+    assert ends[1:] == ["M20 34h2v19h-2z", "M20 74h2v19h-2z"]
 
     steps[:] = [(byte, False, 0.5, 1) for byte in code]  # no token ends
     machine_code.main([str(tmp_path), "x.text"])

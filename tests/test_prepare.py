@@ -365,13 +365,13 @@ def test_overlapping_inputs_give_each_file_once_and_never_our_own_shards(
 
 def test_a_glob_skips_below_its_wildcard_only(documents, tmp_path, capsys):
     package = tmp_path / "lib/site-packages/pack"
-    shutil.copytree(tmp_path / "in", package / "deep")
+    shutil.copytree(tmp_path / "in", package / "deep.d")
     arguments = small(tmp_path)
     arguments[1] = f"--input={tmp_path}/**/0*"
     prepare.main(arguments)
     assert "; 24 paths skipped" in capsys.readouterr().out
     sides(documents, tmp_path / "out")
-    for i, pattern in enumerate(["**/0*", "deep"]):
+    for i, pattern in enumerate(["**/0*", "deep*", "deep.d"]):
         arguments[1:3] = [f"--input={package}/{pattern}", f"--out_dir={tmp_path}/inside{i}"]
         prepare.main(arguments)
         sides(documents, tmp_path / f"inside{i}")
@@ -706,6 +706,7 @@ def test_a_folder_belongs_to_one_process_until_that_ends(tmp_path):
     ("--hf_path=x", "--hf_path and --dataset=hf need each other"),
     ("--dataset=hf --hf_path=", "--hf_path and --dataset=hf need each other"),
     ("--dataset=file", "--dataset=file is none of stdlib, files, hf, fineweb, codeparrot"),
+    ("--dataset=files --input={tmp}/new", "new is also an --input; use another folder"),
     ("--dataset=files --input=no/such", "/no/such matches no file"),
     ("--dataset=files --input=no/*/such", "/no/*/such matches no file"),
     ("--dataset=hf --hf_path=no.jsonl", "Unable to find"),
