@@ -107,8 +107,9 @@ def open_shards(folder, split, seq_len, notes="meta.json"):
 def has_skipped_name(path, root):
     """Whether a part of the path that was found below root, not written by the user, is SKIPPED."""
     path, root = path.as_posix(), root.as_posix()
-    below = len(os.path.commonprefix([path, root]))
-    return SKIPPED.search(path[below - 1 :]) is not None
+    # from the last common character on: .txt is no hidden file where a* finds a.txt
+    below = len(os.path.commonprefix([path, root])) - 1
+    return SKIPPED.search(path[below:]) is not None
 
 
 def find_files(options, counts):

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -313,16 +314,20 @@ def test_names_are_skipped_on_windows_too(path, skipped):
     assert prepare.has_skipped_name(PureWindowsPath(path), PureWindowsPath(r"C:\code")) == skipped
 
 
-def test_unreadable_files_and_copies_are_skipped_and_counted(documents, tmp_path, capsys):
+def test_unreadable_files_and_copies_are_skipped_and_counted(
+        documents, tmp_path, monkeypatch, capsys):
     (tmp_path / "in/gone").symlink_to("nowhere")
     os.mkfifo(tmp_path / "in/fifo")
+    monkeypatch.chdir(tmp_path / "in")  # a socket's path must be short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
     (tmp_path / "in/run").mkdir()
     for name in "log.txt", "ckpt.pt":
         (tmp_path / "in/run" / name).write_bytes(b"y" * 500)
     (tmp_path / "in/copy").write_bytes(documents[7])
     prepare.main(small(tmp_path))
     sides(documents, tmp_path / "out")
-    assert "; 4 paths skipped (see --help), 1 copies skipped" in capsys.readouterr().out
+    assert "; 5 paths skipped (see --help), 1 copies skipped" in capsys.readouterr().out
 
 
 def test_files_with_nul_bytes_are_skipped_and_counted_unless_a_flag_asks_for_them(
@@ -734,6 +739,15 @@ def test_a_mistake_is_one_line_and_does_not_block_the_folder(arguments, message,
     assert message.replace("{tmp}", str(tmp_path)) in error_of(*arguments.split(), out)
     assert not (tmp_path / "new").exists()
     prepare.main(small(tmp_path))
+
+
+def test_too_little_text_removes_our_shards_and_no_others(tmp_path):
+    make_files(tmp_path / "in", [300] * 3)
+    other = tmp_path / "out/fineweb_train_000001.bin"
+    other.parent.mkdir()
+    other.write_bytes(b"theirs")
+    assert "too little text" in error_of(*small(tmp_path), "--seq_len=451")
+    assert [*other.parent.glob("*.bin")] == [other]
 
 
 def test_the_program_ends_with_the_right_code_and_all_its_output(tmp_path, monkeypatch):
