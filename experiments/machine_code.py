@@ -7,11 +7,11 @@ Compares a model's tokens with the instructions of x86-64 machine code, as objdu
 For each checkpoint, prints the following, and writes it to measured.json beside the checkpoint,
 where report.py finds it. The boundaries are drawn.
 
-    file_bits          bits per byte of the file
-    precision          the share of its tokens that end on an instruction's first byte
-    recall             the share of the first bytes on which a token ends
-    padding            the share of padding, which is easy to find, among the first bytes found
-    without_padding    the recall without padding
+    file_bits    bits per byte of the file
+    precision    the share of its tokens that end on an instruction's first byte
+    second       the share that end on a second byte, often the opcode after a prefix
+    recall       the share of the first bytes on which a token ends
+    padding      the share of padding, which is easy to find, among the first bytes found
 
 Also writes machine_code.svg: 24 instructions from byte --start on, as the last checkpoint sees
 them.
@@ -70,6 +70,7 @@ def main(argv=None):
         raise UserError(f"{options.file} is empty")
     instructions = disassemble(options.file)
     padding = {place for place, text in instructions.items() if PADDING.match(text)}
+    second = {place + 1 for place in instructions} - instructions.keys()
     rows = []
     for path in options.checkpoints:
         model, _ = load_model(path)
@@ -80,10 +81,9 @@ def main(argv=None):
         measured = {
             "file_bits": sum(nats for *_, nats in steps) / math.log(2) / len(code),
             "precision": len(hits) / max(len(ends), 1),
+            "second": len(ends & second) / max(len(ends), 1),
             "recall": len(hits) / len(instructions),
-            "padding": len(hits & padding) / max(len(hits), 1),
-            "without_padding":
-                len(hits - padding) / max(len(instructions.keys() - padding), 1)}
+            "padding": len(hits & padding) / max(len(hits), 1)}
         write(checkpoint_path(path).parent / "measured.json", json.dumps(measured))
         rows.append([path, *(FORMATS[name].format(value) for name, value in measured.items())])
     say(table(["checkpoint", *measured], rows))

@@ -19,7 +19,7 @@ seeds. The quantities:
     outside    the share of tokens that end on a space or punctuation
     undecided  the mean over the first tenth of training
     MB, FLOPs, minutes    of training
-    file_bits, precision, recall, padding, without_padding    what machine_code.py measured
+    file_bits, precision, second, recall, padding    what machine_code.py measured
 """
 import json
 import re

@@ -16,8 +16,8 @@ RESULTS = Path(__file__).parents[1] / "results"  # what compare.py trains; git i
 OWN = {"system", "seed", "data", "out_dir", "resume", "device", "dtype", "training_bytes"}
 FORMATS = {"bits": "{:.3f}", "lead": "{:+.3f}", "rate": "{:.2f}", "outside": "{:.0%}",
            "undecided": "{:.0%}", "MB": "{:.1f}", "FLOPs": "{:.3g}", "minutes": "{:.1f}",
-           "file_bits": "{:.3f}", "precision": "{:.0%}", "recall": "{:.0%}", "padding": "{:.0%}",
-           "without_padding": "{:.0%}"}
+           "file_bits": "{:.3f}", "precision": "{:.0%}", "second": "{:.0%}", "recall": "{:.0%}",
+           "padding": "{:.0%}"}
 
 
 def table(head, rows):

@@ -258,7 +258,10 @@ def test_runs_are_drawn_on_the_same_given_text_or_first_validation_row(
 
 def test_tokens_in_machine_code_are_counted_on_the_first_bytes_of_instructions(
         tmp_path, monkeypatch, capsys):
-    """Two of three tokens end there, one at padding. Two of four instructions have one."""
+    """Two of three tokens end there, one at padding. Two of four instructions have one.
+
+    The third ends on a second byte.
+    """
     printed = ("\nx.text:     file format binary\n\n0000000000000000 <.data>:\n"
                "       0:\t48 89 c7             \tmov    %rax,%rdi\n"
                "       3:\t90                   \tnop\n"
@@ -274,7 +277,7 @@ def test_tokens_in_machine_code_are_counted_on_the_first_bytes_of_instructions(
     (tmp_path / "x.text").write_bytes(code)
     machine_code.main([f"{tmp_path}/ckpt.pt", "x.text", "--start=1"])
     # 0 + 1 + ... + 6 nats
-    assert "ckpt.pt | 4.328 | 67% | 50% | 50% | 33% |" in capsys.readouterr().out
+    assert "ckpt.pt | 4.328 | 67% | 33% | 50% | 50% |" in capsys.readouterr().out
     assert json.loads((tmp_path / "measured.json").read_text())["precision"] == 2 / 3
     elements = list(ElementTree.parse(tmp_path / "machine_code.svg").getroot())
     texts = [e.text for e in elements if e.tag.endswith("text")]
