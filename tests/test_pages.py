@@ -256,7 +256,7 @@ def test_runs_are_drawn_on_the_same_given_text_or_first_validation_row(
     assert ["".join(text for *_, text in shown) for shown in texts] == ["hello there"]
 
 
-def test_tokens_in_machine_code_are_counted_on_the_first_bytes_of_instructions(
+def test_tokens_in_machine_code_are_counted_on_first_and_second_bytes_of_instructions(
         tmp_path, monkeypatch, capsys):
     """Two of three tokens end there, one at padding. Two of four instructions have one.
 
