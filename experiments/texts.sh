@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 held_out="bash make strace"  # machine code that is only tested on
 mkdir -p data/packages
 cd data/packages
-apt-get download linux-source-6.1 linux-doc-6.1 linux-libc-dev anarchism python3.11-doc \
+apt-get download linux-{source,doc}-6.1=6.1.192-2 linux-libc-dev anarchism python3.11-doc \
     manpages-{de,fr,ja,ru}{,-dev} manpages-zh $held_out binutils-x86-64-linux-gnu coreutils gdb \
     git openssh-client perl-base python3.11-minimal sqlite3 tmux util-linux vim
 for package in *.deb; do
