@@ -19,6 +19,7 @@ seeds. The quantities:
     outside    the share of tokens that end on a space or punctuation
     undecided  the mean over the first tenth of training
     MB, FLOPs, minutes    of training
+    first, later    bits per byte of a row's first 64 bytes, and of those after its first 256
     file_bits, precision, second, recall, padding    what machine_code.py measured
 """
 import json

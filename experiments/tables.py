@@ -16,8 +16,8 @@ RESULTS = Path(__file__).parents[1] / "results"  # what compare.py trains; git i
 OWN = {"system", "seed", "data", "out_dir", "resume", "device", "dtype", "training_bytes"}
 FORMATS = {"bits": "{:.3f}", "lead": "{:+.3f}", "rate": "{:.2f}", "outside": "{:.0%}",
            "undecided": "{:.0%}", "MB": "{:.1f}", "FLOPs": "{:.3g}", "minutes": "{:.1f}",
-           "file_bits": "{:.3f}", "precision": "{:.0%}", "second": "{:.0%}", "recall": "{:.0%}",
-           "padding": "{:.0%}"}
+           "first": "{:.3f}", "later": "{:.3f}", "file_bits": "{:.3f}", "precision": "{:.0%}",
+           "second": "{:.0%}", "recall": "{:.0%}", "padding": "{:.0%}"}
 
 
 def table(head, rows):
@@ -115,7 +115,12 @@ def cell(runs, quantity, learned):
 
 
 def pivot(runs, quantities):
-    """A Markdown table of runs, lines of runs.jsonl: systems or labels by texts and quantities."""
+    """A Markdown table of runs, lines of runs.jsonl: systems or labels by texts and quantities.
+
+    Runs without any of the quantities are left out.
+    """
+    runs = [run for run in runs if any(run.get(quantity) is not None for quantity in quantities)]
+
     def of(label, text):
         return [run for run in runs
                 if run["text"] == text and (run.get("label") or run["system"]) == label]

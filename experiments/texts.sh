@@ -7,6 +7,8 @@ cd "$(dirname "$0")/.."
 held_out="bash make strace"  # machine code that is only tested on
 mkdir -p data/packages
 cd data/packages
+# Debian replaces the kernel's packages every few weeks. If it no longer has this version,
+# snapshot.debian.org does; another version gives other validation rows (held_out in log.jsonl).
 apt-get download linux-{source,doc}-6.1=6.1.192-2 linux-libc-dev anarchism python3.11-doc \
     manpages-{de,fr,ja,ru}{,-dev} manpages-zh $held_out binutils-x86-64-linux-gnu coreutils gdb \
     git openssh-client perl-base python3.11-minimal sqlite3 tmux util-linux vim

@@ -158,14 +158,16 @@ def test_recorded_runs_become_the_tables_of_the_readmes(runs, monkeypatch, capsy
     folders = [str(path) for path in sorted((runs / "runs").iterdir())]
     report.main(["--table=x", "--text=C", "--machine=m", *folders])
     with open(readme, "a") as file:
-        file.write("<!-- y rate file_bits recall -->")
+        file.write("<!-- y file_bits recall -->")
     with pytest.raises(UserError, match="there are no runs of the table y"):
         report.main([])
     (runs / "runs/learned-1/measured.json").write_text('{"file_bits": 1.5, "recall": 0.75}')
     report.main(["--table=y", "--text=C", "--machine=m", *folders[:1]])
+    report.main(["--table=y", "--text=D", "--machine=m", *folders[1:2]])  # lacks both
     recorded = read_jsonl(runs / "runs.jsonl")
     assert [(r["table"], r["system"], r["seed"]) for r in recorded] == [
-        ("x", "learned", 1), ("x", "learned", 2), ("x", "uniform", 1), ("y", "learned", 1)]
+        ("x", "learned", 1), ("x", "learned", 2), ("x", "uniform", 1), ("y", "learned", 1),
+        ("y", "learned", 2)]
     assert recorded[0]["flags"]["gamma"] == 0.5 and "seed" not in recorded[0]["flags"]
     assert recorded[0]["commit"] and recorded[0]["MB"] == 4
     assert readme.read_text() == """a
@@ -178,10 +180,10 @@ def test_recorded_runs_become_the_tables_of_the_readmes(runs, monkeypatch, capsy
 
 <!-- no table -->
 
-<!-- y rate file_bits recall -->
-| tokens | C: rate | file bits | recall |
-| --- | --- | --- | --- |
-| learned | 0.20 | 1.500 (1) | 75% |
+<!-- y file_bits recall -->
+| tokens | C: file bits | recall |
+| --- | --- | --- |
+| learned | 1.500 (1) | 75% |
 """
     written = readme.read_text(), (runs / "runs.jsonl").read_text()
     report.main(["--table=x", "--text=C", "--machine=m", *folders[1:2]])  # replaces its line
