@@ -281,14 +281,14 @@ def begin_or_continue(out_dir, recorded, counts):
             state |= json.loads((out_dir / name).read_text())
     old = state["options"]
     if old.keys() != recorded.keys():
-        raise UserError(f"{out_dir} was made by another version of prepare.py; remove it, or use "
-                        "another --out_dir")
+        raise UserError(
+            f"{out_dir} was made by another version of prepare.py; use another --out_dir")
     changes = ["the input files changed" if key == "source" else
                f"{key} was {old[key]} and is now {recorded[key]}"
                for key in recorded if old[key] != recorded[key]]
     if changes:
-        raise UserError(f"{out_dir} was made otherwise: {', '.join(changes)}; remove it, or use "
-                        "another --out_dir")
+        raise UserError(
+            f"{out_dir} was made otherwise: {', '.join(changes)}; use another --out_dir")
     return state
 
 

@@ -425,8 +425,7 @@ def test_a_set_is_not_mixed_with_other_options_or_another_input_and_the_change_i
     interrupt(monkeypatch, small(tmp_path))
     for _ in "interrupted", "complete":
         before = contents(out)
-        changed = (f"{out} was made otherwise: the input files changed; remove it, or use another "
-                   "--out_dir")
+        changed = f"{out} was made otherwise: the input files changed; use another --out_dir"
         path.rename(tmp_path / "in/zzz")
         assert error_of(*small(tmp_path)) == changed
         (tmp_path / "in/zzz").rename(path)
@@ -435,7 +434,7 @@ def test_a_set_is_not_mixed_with_other_options_or_another_input_and_the_change_i
         path.write_bytes(documents[7])
         os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
         line = error_of(*small(tmp_path, "--val_fraction=1/5"))
-        assert " was made otherwise: val_fraction was 0.3 and is now 0.2; remove it" in line
+        assert " was made otherwise: val_fraction was 0.3 and is now 0.2; use another" in line
         assert contents(out) == before
         prepare.main(small(tmp_path))
     assert "already complete" in capsys.readouterr().out
