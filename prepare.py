@@ -1,7 +1,7 @@
 """
 Cuts text into rows of bytes that train.py can read.
 
-    python prepare.py                                            # Python's own standard library
+    python prepare.py                                              Python's own standard library
     python prepare.py --dataset=files --input ~/books 'src/**/*.c' notes.txt
     python prepare.py --dataset=hf --hf_path=some/file.jsonl --text_column=content
     python prepare.py --dataset=fineweb --max_bytes=6e9
