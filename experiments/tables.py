@@ -119,7 +119,8 @@ def pivot(runs, quantities):
 
     Runs without any of the quantities are left out.
     """
-    runs = [run for run in runs if any(run.get(quantity) is not None for quantity in quantities)]
+    keys = ["bits" if quantity == "lead" else quantity for quantity in quantities]
+    runs = [run for run in runs if any(run.get(key) is not None for key in keys)]
 
     def of(label, text):
         return [run for run in runs
@@ -140,5 +141,6 @@ def pivot(runs, quantities):
         for text in texts:
             own, learned = of(label, text), of("learned", text)
             row += [cell(own, quantity, learned) for quantity in quantities]
-        rows.append(row)
+        if any(row[1:]):  # learned tokens have no lead over themselves
+            rows.append(row)
     return table(head, rows)

@@ -154,7 +154,7 @@ def test_recorded_runs_become_the_tables_of_the_readmes(runs, monkeypatch, capsy
     monkeypatch.setattr(report, "RUNS", runs / "runs.jsonl")
     monkeypatch.setattr(report, "READMES", [readme])
     (runs / "runs.jsonl").write_text("")
-    readme.write_text("a\n\n<!-- x bits lead -->\nold\n\n<!-- no table -->\n\n")
+    readme.write_text("a\n\n<!-- x bits lead -->\nold\n\n<!-- x lead -->\n\n<!-- no table -->\n\n")
     folders = [str(path) for path in sorted((runs / "runs").iterdir())]
     report.main(["--table=x", "--text=C", "--machine=m", *folders])
     with open(readme, "a") as file:
@@ -177,6 +177,11 @@ def test_recorded_runs_become_the_tables_of_the_readmes(runs, monkeypatch, capsy
 | --- | --- | --- |
 | learned | 2.500 ± 0.500 (2) |  |
 | uniform | 4.000 (1) | +1.500 |
+
+<!-- x lead -->
+| tokens | C |
+| --- | --- |
+| uniform | +1.500 |
 
 <!-- no table -->
 
