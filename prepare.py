@@ -230,7 +230,7 @@ def locked(folder):
                     Path(folder, ".lock").unlink()
                     Path(folder).rmdir()
     except Timeout:
-        raise UserError(f"another process is writing to {folder}; wait, or use another --out_dir")
+        raise UserError(f"another process is writing to {folder}; wait, or use another folder")
 
 
 def write_json(path, state):
