@@ -11,7 +11,7 @@ rows (held_out); and the quantities below. A run that is added again replaces it
 
 In a README, the lines from <!-- TABLE QUANTITY QUANTITY --> to the next empty line are such a
 table: a row for each system or label, and columns for each text and quantity. A cell is a mean over
-seeds. The quantities:
+seeds. A seed that ran in two number formats counts with their mean. The quantities:
 
     bits       bits per byte of the validation rows, +- the standard error (number of seeds)
     lead       the row's bits minus those of learned tokens, +- the standard error if both have one

@@ -87,6 +87,15 @@ def read_run(folder):
     return about, evaluations
 
 
+def seed_means(runs, quantity):
+    """The mean of a quantity over the runs of each seed; a list. Runs that lack it do not count."""
+    by_seed = {}
+    for run in runs:
+        if run.get(quantity) is not None:
+            by_seed.setdefault(run["seed"], []).append(run[quantity])
+    return [statistics.mean(values) for values in by_seed.values()]
+
+
 def mean_and_error(values):
     """The mean of numbers, and its standard error, or NaN if there is only one."""
     error = math.nan
@@ -96,17 +105,17 @@ def mean_and_error(values):
 
 
 def cell(runs, quantity, learned):
-    """A cell of a table: a quantity of runs, which differ in their seeds, or "" if they lack it.
+    """A cell of a table: the mean of a quantity over the runs' seeds, or "" if they lack it.
 
     learned: the runs of learned tokens on the same text, for the lead.
     """
     key = "bits" if quantity == "lead" else quantity
-    values = [run[key] for run in runs if run.get(key) is not None]
+    values = seed_means(runs, key)
     if not values or quantity == "lead" and (not learned or runs == learned):
         return ""
     mean, error = mean_and_error(values)
     if quantity == "lead":
-        other, other_error = mean_and_error([run[key] for run in learned])
+        other, other_error = mean_and_error(seed_means(learned, key))
         mean, error = mean - other, math.hypot(error, other_error)
     shown = FORMATS[quantity].format(mean)
     if quantity in ("bits", "file_bits", "lead") and not math.isnan(error):

@@ -164,10 +164,14 @@ def test_recorded_runs_become_the_tables_of_the_readmes(runs, monkeypatch, capsy
     (runs / "runs/learned-1/measured.json").write_text('{"file_bits": 1.5, "recall": 0.75}')
     report.main(["--table=y", "--text=C", "--machine=m", *folders[:1]])
     report.main(["--table=y", "--text=D", "--machine=m", *folders[1:2]])  # lacks both
+    log = runs / "runs/learned-2/log.jsonl"  # the first seed in another number format
+    again = log.read_text().replace('"seed": 2', '"seed": 1').replace("float32", "float16")
+    log.write_text(again)
+    report.main(["--table=x", "--text=C", "--machine=m", *folders[1:2]])
     recorded = read_jsonl(runs / "runs.jsonl")
     assert [(r["table"], r["system"], r["seed"]) for r in recorded] == [
         ("x", "learned", 1), ("x", "learned", 2), ("x", "uniform", 1), ("y", "learned", 1),
-        ("y", "learned", 2)]
+        ("y", "learned", 2), ("x", "learned", 1)]
     assert recorded[0]["flags"]["gamma"] == 0.5 and "seed" not in recorded[0]["flags"]
     assert recorded[0]["commit"] and recorded[0]["MB"] == 4
     assert readme.read_text() == """a
@@ -175,13 +179,13 @@ def test_recorded_runs_become_the_tables_of_the_readmes(runs, monkeypatch, capsy
 <!-- x bits lead -->
 | tokens | C: bits | lead |
 | --- | --- | --- |
-| learned | 2.500 ± 0.500 (2) |  |
-| uniform | 4.000 (1) | +1.500 |
+| learned | 2.750 ± 0.250 (2) |  |
+| uniform | 4.000 (1) | +1.250 |
 
 <!-- x lead -->
 | tokens | C |
 | --- | --- |
-| uniform | +1.500 |
+| uniform | +1.250 |
 
 <!-- no table -->
 
@@ -194,7 +198,7 @@ def test_recorded_runs_become_the_tables_of_the_readmes(runs, monkeypatch, capsy
     report.main(["--table=x", "--text=C", "--machine=m", *folders[1:2]])  # replaces its line
     assert (readme.read_text(), (runs / "runs.jsonl").read_text()) == written
     report.main(["--table=x", "--text=C", "--machine=m", "--label=z", *folders[:1]])
-    assert "| z | 2.000 (1) | -0.500 |\n" in readme.read_text()
+    assert "| z | 2.000 (1) | -0.750 |\n" in readme.read_text()
     with pytest.raises(UserError, match="give --table, --text and --machine"):
         report.main([*folders, "--table=x"])
 
