@@ -7,47 +7,40 @@ boundaries; Model, at the end, draws the boundaries. `# eq. n` is the paper's eq
 are the paper's too:
 
     x  bytes, x_0 = <bos>                      (B, N)      X   byte representations       (B, N, D)
-    a  a_i = 1: a token ends at byte i         (B, N)      X'  those at the boundaries       (T, D)
-    l  logit of that decision, p = sigmoid(l)  (B, N)      Y'  after the middle              (T, D)
+    a  a_i = 1: a token ends at byte i         (B, N)      X'  those at the boundaries    (B, M, D)
+    l  logit of that decision, p = sigmoid(l)  (B, N)      Y'  after the middle           (B, M, D)
     y  the byte to predict, y_i = x_{i+1}      (B, N)      Y   handed back to the bytes   (B, N, D)
 
-B rows, N bytes in a row, D = embedding_dim; T tokens in the batch, M in its longest row, both
-rounded up; w = policy_window; S = policy_scale, the D of eq. 22. hp holds train.py's
+B rows, N bytes in a row, D = embedding_dim, w = policy_window, S = policy_scale (the D of eq. 22).
+M is the number of tokens in the longest row; shorter rows are padded. hp holds train.py's
 hyperparameters.
 """
 import copy
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 BOS = 256  # the one symbol that is not a byte
-VOCAB_SIZE = 257
-M_MULTIPLE = 16 if torch.cuda.is_available() else 8  # M is rounded up: aligned loads
-T_MULTIPLE = 64  # T likewise, at most to B * M: products with odd sizes are slow
+VOCAB_SIZE = 264  # 256 bytes, <bos> and 7 unused symbols: a multiple of 8 makes matmuls faster
 
 
-def hint_at_size(M):
-    """Tells torch.compile about M what it does not infer. This changes no result."""
-    if torch.compiler.is_compiling():
-        torch._check(M % M_MULTIPLE == 0)  # so a GPU may load several scores at once
-        if M <= 1024:  # short rows get a graph of their own, whose softmax stays in registers
-            torch._check(M <= 1024)
-
-
-def take(z, i):
-    """z[i]: picks from the first dimension of z. Its gradient is faster than indexing's."""
-    return F.embedding(i, z)
-
-
-# ---- The transformer block of Gemma 2: RMSNorm, RoPE, GeGLU, soft-caps, no biases.
+# ---- The transformer block of Gemma 2 (arXiv 2408.00118): RMSNorm, RoPE, GeGLU, soft-caps.
 def softcap(z, c):
     return c * torch.tanh(z / c)
 
 
+def linear(inputs, outputs):
+    """A matrix without a bias, whose outputs have about the size of its inputs at first."""
+    layer = nn.Linear(inputs, outputs, bias=False)
+    nn.init.normal_(layer.weight, std=inputs**-0.5)
+    return layer
+
+
 class RMSNorm(nn.Module):
-    """x / rms(x) * (1 + weight), computed in float32 and returned in x's dtype."""
+    """x / rms(x) * (1 + weight), as in Gemma's code. Computed in float32, returned in x's dtype."""
 
     def __init__(self, dim):
         super().__init__()
@@ -72,38 +65,29 @@ def softcapped_attention(q, k, v, mask):
     mask (..., Q, K) is True where q may attend.
     """
     scores = (q @ k.mT).float() / math.sqrt(q.size(-1))
-    scores = softcap(scores, 50.0)
+    scores = softcap(scores, 50.0)  # Gemma 2's constant
     scores = scores.masked_fill(~mask, -torch.inf)
     return scores.softmax(-1).type_as(v) @ v
-
-
-def chunking(N, window):
-    """The size of a chunk, the number of chunks, and how many earlier chunks a query can see."""
-    C = max(window // 2, 8)  # C queries by (back + 1) C keys; below 8 by 16 is slow
-    return C, math.ceil(N / C), math.ceil((window - 1) / C)
 
 
 def window_attention(q, k, v, window):
     """Causal attention to the last `window` positions over (B, heads, N, head_dim).
 
-    Time and memory are O(N * window). The row is cut into chunks of half a window, but at least 8
-    positions. The queries of a chunk need the keys of their own chunk and of the few chunks before
-    it that the window reaches, so all products are small and dense.
+    Time and memory are O(N * window): the row is cut into chunks of `window` positions, and the
+    queries of a chunk see the keys of their own chunk and of the one before.
     """
     N = q.size(2)
-    C, chunks, back = chunking(N, window)
-    padding = chunks * C - N
-    q = F.pad(q, (0, 0, 0, padding))  # (B, heads, chunks C, head_dim)
-    q = q.unflatten(2, (chunks, C))  # (B, heads, chunks, C, head_dim)
-    kv = F.pad(torch.stack((k, v)), (0, 0, back * C, padding))
-    kv = kv.unflatten(3, (back + chunks, C))  # (2, B, heads, back + chunks, C, head_dim)
-    kv = torch.cat([kv[:, :, :, n : n + chunks] for n in range(back + 1)], dim=4)
-    k, v = kv.unbind()  # (B, heads, chunks, (back + 1) C, head_dim)
-    position = torch.arange(-back * C, chunks * C, device=q.device)  # below 0: padding
-    i = position[back * C :].view(chunks, C, 1)  # of the queries
-    j = position.unfold(0, (back + 1) * C, C)[:, None]  # of the keys: (chunks, 1, (back + 1) C)
-    # (chunks, C, (back + 1) C). Padding after the row needs no mask: only padding can see it.
-    mask = (j <= i) & (j > i - window) & (j >= 0)
+    C = min(window, N)  # the size of a chunk
+    q, k, v = [F.pad(z, (0, 0, 0, -N % C)).unflatten(2, (-1, C)) for z in (q, k, v)]
+    # (B, heads, chunks, C, head_dim); the padding at the end of the row is seen by padding only
+    before_k, before_v = [F.pad(z, (0, 0, 0, 0, 1, 0))[:, :, :-1] for z in (k, v)]
+    k = torch.cat((before_k, k), dim=3)  # (B, heads, chunks, 2 C, head_dim)
+    v = torch.cat((before_v, v), dim=3)
+    j = torch.arange(2 * C, device=q.device)  # of the keys, from the start of the chunk before
+    i = j[C:, None]  # of the queries
+    mask = (j <= i) & (j > i - window)  # (C, 2 C)
+    chunk = torch.arange(q.size(2), device=q.device)[:, None, None]
+    mask = mask & ((j >= C) | (chunk > 0))  # (chunks, C, 2 C); before the first chunk is nothing
     y = softcapped_attention(q, k, v, mask)  # (B, heads, chunks, C, head_dim)
     return y.flatten(2, 3)[:, :, :N]  # (B, heads, N, head_dim)
 
@@ -115,40 +99,28 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.window = window
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.out = nn.Linear(dim, dim, bias=False)
+        self.qkv = linear(dim, 3 * dim)
+        self.out = linear(dim, dim)
 
-    def attend(self, q, k, v):
-        """Attention over whole rows (B, heads, N or M, head_dim)."""
-        if self.window:
-            return window_attention(q, k, v, self.window)
-        M = q.size(2)
-        hint_at_size(M)
-        j = torch.arange(M, device=q.device)  # of the keys
-        i = j[:, None]  # of the queries
-        return softcapped_attention(q, k, v, j <= i)
-
-    def forward(self, x, cos, sin, slots=None, cache=None):
-        """x is (B, N, D) for bytes, or (T, D) for tokens, with slots from token_layout.
-
-        cos and sin are (N, 1, head_dim / 2), or (B, M, 1, head_dim / 2). Only sample.py passes a
-        cache.
-        """
-        qkv = self.qkv(x)
-        if slots is not None:  # put the tokens into rows (B, M), with zeros in empty slots
-            B, M = cos.shape[:2]
-            rows = qkv.new_zeros(B * M, qkv.size(-1))
-            qkv = rows.index_copy(0, slots, qkv).view(B, M, -1)
-        qkv = qkv.unflatten(-1, (3, self.num_heads, -1))
-        q, k, v = qkv.unbind(-3)  # (B, N or M, heads, head_dim)
-        q = rotate(q, cos, sin).transpose(1, 2)  # (B, heads, N or M, head_dim)
+    def forward(self, x, cos, sin, cache=None):
+        """x (B, N, D), cos and sin (N, 1, head_dim / 2) or (B, N, 1, head_dim / 2) -> (B, N, D)."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        q = rotate(q, cos, sin).transpose(1, 2)  # (B, heads, N, head_dim)
         k = rotate(k, cos, sin).transpose(1, 2)
-        attend = cache.attend if cache else self.attend
-        y = attend(q, k, v.transpose(1, 2))
-        y = y.transpose(1, 2).flatten(-2)  # (B, N or M, D)
-        if slots is not None:
-            y = take(y.flatten(0, 1), slots)  # (T, D)
-        return self.out(y)
+        v = v.transpose(1, 2)
+        if cache:
+            k, v = cache.extend(self, k, v)
+        N, K = q.size(2), k.size(2)
+        if self.window and N == K:
+            y = window_attention(q, k, v, self.window)
+        else:
+            j = torch.arange(K, device=q.device)  # of the keys
+            i = j[K - N :, None]  # of the queries
+            mask = j <= i
+            if self.window:
+                mask = mask & (j > i - self.window)
+            y = softcapped_attention(q, k, v, mask)
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class GeGLU(nn.Module):
@@ -156,8 +128,8 @@ class GeGLU(nn.Module):
 
     def __init__(self, dim, hidden_dim):
         super().__init__()
-        self.up = nn.Linear(dim, 2 * hidden_dim, bias=False)
-        self.down = nn.Linear(hidden_dim, dim, bias=False)
+        self.up = linear(dim, 2 * hidden_dim)
+        self.down = linear(hidden_dim, dim)
 
     def forward(self, x):
         gate, value = self.up(x).chunk(2, dim=-1)
@@ -176,8 +148,8 @@ class Block(nn.Module):
         self.mlp = GeGLU(dim, hidden_dim)
         self.norm4 = RMSNorm(dim)
 
-    def forward(self, x, cos, sin, slots=None, cache=None):
-        x = x + self.norm2(self.attention(self.norm1(x), cos, sin, slots, cache))
+    def forward(self, x, cos, sin, cache=None):
+        x = x + self.norm2(self.attention(self.norm1(x), cos, sin, cache))
         return x + self.norm4(self.mlp(self.norm3(x)))
 
 
@@ -186,7 +158,7 @@ class Policy(nn.Module):
     """The logit of "a token ends here" after every possible history of w decisions.
 
     Replace it as you like. It must return (B, N, 2^w), and l at i may use X_i alone, because
-    sample.py passes a row in pieces.
+    generation passes a row in pieces.
     """
 
     def __init__(self, hp):
@@ -210,20 +182,22 @@ class Policy(nn.Module):
         return l
 
 
-def draw(p, u):
+def draw(p, u, history):
     """Draws boundaries a (B, N) bool from uniforms u (B, N), in parallel.
 
-    p (B, N, 2^w) holds p_i for each history of decisions; bit j-1 of a history is a_{i-j}. Also
-    returns each position's history (B, N, 1). The result is exactly that of
+    p (B, N, 2^w) holds p_i for each history, the last w decisions as a number: its bit j-1 is
+    a_{i-j}. history is the one before the row, 0, or (B, 1) if the row goes on. Also returns the
+    history before each position, (B, N, 1). The result is exactly that of
 
-        history = 0
         for i in range(N):
             a[i] = u[i] < p[i, history]
             history = (2 * history + a[i]) % 2**w
 
     Given u, each position is a table that maps the history before it to the history after it. Two
-    neighbouring tables compose into one. Pairs of tables are composed up a binary tree; going down
-    the tree again gives the history that enters each position. That takes 2 log2(N) small steps.
+    neighbouring tables compose into one, so this is a parallel scan (Blelloch, "Prefix Sums and
+    Their Applications", 1990). The up-sweep composes pairs of tables, then pairs of pairs. The
+    down-sweep finds the history before each pair, then before each position. That takes 2 log2(N)
+    small steps.
     """
     N, H = p.shape[-2:]
     decision = u[..., None] < p  # (B, N, H), eq. 19
@@ -231,13 +205,13 @@ def draw(p, u):
     # pad N to a power of two; the padding comes last, so no history depends on it
     table = F.pad(table, (0, 0, 0, 2 ** math.ceil(math.log2(N)) - N))
     levels = []
-    while table.size(-2) > 1:
+    while table.size(-2) > 1:  # the up-sweep
         levels.append(table)
         first = table[..., ::2, :]
         second = table[..., 1::2, :]
         table = second.gather(-1, first)  # first, then second
-    history = table.new_zeros(table.shape[:-1])  # (B, 1): no boundaries before the row
-    for table in reversed(levels):
+    history = table.new_zeros(table.shape[:-1]) + history  # (B, 1)
+    for table in reversed(levels):  # the down-sweep
         first = table[..., ::2, :]
         between = first.gather(-1, history[..., None])[..., 0]  # the history after the first
         history = torch.stack((history, between), -1).flatten(-2)  # twice as many positions
@@ -245,126 +219,142 @@ def draw(p, u):
     return decision.gather(-1, history)[..., 0], history
 
 
-# ---- Downsample: where the tokens of all rows lie.
-def token_layout(a):
-    """Index tensors that pack the tokens of all rows end to end, for boundaries a (B, N) bool.
+# ---- Downsample: which bytes are tokens, and which token each byte reads.
+def token_layout(a, multiple=8):
+    """Where the tokens of boundaries a (B, N) bool are, int64:
 
-    a[:, 0] must be True, so that every byte has a token of its own row to read. All are int64:
+        ends (B, M)   the byte where each token ends, in order; then padding, bytes that end none
+        reads (B, N)  the token that each byte reads: the last one that ends at or before it
 
-        ends (T,)         the byte where each token ends, an index into the B * N bytes
-        reads (B, N)      the token that each byte reads: the last one that ends at or before it
-        positions (B, M)  each token's position for RoPE: that of its last byte in the row
-        slots (T,)        where each token lies among the B * M slots of positions
+    For two rows of six bytes, with multiple=1:
 
-    For two rows of six bytes with five tokens, if M were 3 and T were 6:
+        a       1 0 1 0 0 0 | 1 0 0 1 0 1
+        ends    0 2 1       | 0 3 5          the 1 is padding
+        reads   0 0 1 1 1 1 | 0 0 0 1 1 2
 
-        a       1 0 1 0 0 0 | 1 0 0 1 0 1      ends       0  2 | 6  9 11 | 0
-        reads   0 0 1 1 1 1 | 2 2 2 3 3 4      positions  0  2  0 | 0  3  5
-                                               slots      0  1 | 3  4  5 | 2
-
-    M is rounded up, and so is T, with copies of byte 0 of the batch. They take empty slots of any
-    row, after the row's own tokens, where causal attention hides them, and no byte reads them.
-    Filling all B * M slots instead would be simpler. It takes 9% more time in a step of the quick
-    run, 3% with uniform tokens and none in rows of 4,096 bytes (one CPU core, medians of 16 pairs).
+    Padding comes last in its row, where causal attention hides it, and no byte reads it. M is
+    rounded up to a multiple, because matmuls with odd sizes are slow.
     """
-    flat = a.flatten()
-    ends = flat.nonzero()[:, 0]  # eq. 8; nonzero() and int() make the CPU wait for the GPU
-    reads = flat.cumsum(0).view_as(a) - 1  # the sum of eq. 9
-    count = a.sum(1, keepdim=True)
-    M = math.ceil(int(count.max()) / M_MULTIPLE) * M_MULTIPLE
-    used = torch.arange(M, device=a.device) < count  # (B, M)
-    used = used.flatten()  # which slots hold a token
-    T = math.ceil(len(ends) / T_MULTIPLE) * T_MULTIPLE
-    T = min(T, len(used))
-    slots = torch.cat((used.nonzero(), (~used).nonzero()))  # row by row like ends, then fillers
-    slots = slots[:T, 0]
-    ends = F.pad(ends, (0, T - len(ends)))
-    positions = ends.new_zeros(len(used))
-    positions[slots] = ends % a.size(1)
-    return ends, reads, positions.view(-1, M), slots
+    M = int(a.sum(1).max())  # here the CPU waits for the GPU
+    M = math.ceil(M / multiple) * multiple
+    ends = a.int().argsort(dim=1, descending=True, stable=True)[:, :M]  # eq. 8
+    reads = a.cumsum(1) - 1  # the sum of eq. 9
+    return ends, reads
+
+
+def pick(z, i):
+    """z_i in each row: z (B, M, D), i (B, N) -> (B, N, D)."""
+    return z.gather(1, i[..., None].expand(-1, -1, z.size(2)))
 
 
 # ---- The model.
 class Head(nn.Module):
-    """Predicts the next byte from a vector per byte. Norm and soft-cap are Gemma's.
-
-    The early exit's head (eq. 14) has them as well, which is our choice.
-    """
+    """Predicts the next byte from a vector per byte, normalized and soft-capped as in Gemma 2."""
 
     def __init__(self, dim):
         super().__init__()
         self.norm = RMSNorm(dim)
-        self.linear = nn.Linear(dim, VOCAB_SIZE, bias=False)
+        self.linear = linear(dim, VOCAB_SIZE)
         nn.init.normal_(self.linear.weight, std=0.02)
 
     def logits(self, Z):
-        """Z (..., D) -> (..., 257), float32."""
-        weight = F.pad(self.linear.weight, (0, 0, 0, 7))  # 264 rows; products with 257 are slow
-        logits = F.linear(self.norm(Z), weight)[..., :VOCAB_SIZE]
-        return softcap(logits.float(), 30.0)
+        """Z (..., D) -> (..., VOCAB_SIZE), float32."""
+        return softcap(self.linear(self.norm(Z)).float(), 30.0)  # Gemma 2's constant
 
     def logp(self, Z, y):
         """Z (B, N, D), next bytes y (B, N) -> log p(y) (B, N), in nats."""
-        logits = self.logits(Z).flatten(0, 1)  # (B N, 257)
+        logits = self.logits(Z).flatten(0, 1)  # (B N, VOCAB_SIZE)
         return -F.cross_entropy(logits, y.flatten(), reduction="none").view_as(y)
 
 
+class Cache:
+    """What generation keeps of the part of a row that it has read. For one row, B = 1."""
+
+    def __init__(self, model):
+        self.length = 0  # bytes read
+        self.history = 0  # the last w decisions, as draw numbers them
+        self.tokens = model.embedding.weight.new_zeros(1, 0, model.hp.embedding_dim)  # Y'
+        self.kv = {}  # the keys and values of each attention layer
+
+    def extend(self, layer, k, v):
+        """Appends keys and values (1, heads, n, head_dim); returns all that the layer may see."""
+        if layer in self.kv:
+            old_k, old_v = self.kv[layer]
+            reach = layer.window or old_k.size(2)
+            k = torch.cat((old_k[:, :, -reach:], k), dim=2)
+            v = torch.cat((old_v[:, :, -reach:], v), dim=2)
+        self.kv[layer] = k, v
+        return k, v
+
+
+class Output(NamedTuple):
+    """What a forward pass returns."""
+    Z: torch.Tensor  # (B, N, D), what the head reads
+    X: torch.Tensor  # (B, N, D), what the early exit's head reads; None without one
+    l: torch.Tensor  # (B, N), the logit of a_i after the decisions before it
+    a: torch.Tensor  # (B, N) bool
+
+
 class UNet(nn.Module):
-    """Byte encoder, middle transformer and byte decoder, for given boundaries; section 2.2."""
+    """Byte encoder, middle transformer and byte decoder, for given boundaries; section 2.2.
+
+    Only generation passes a cache. Then x, X and a are the row's next piece.
+    """
 
     def __init__(self, hp):
         super().__init__()
         self.hp = hp
         D, heads, window = hp.embedding_dim, hp.num_heads, hp.attention_window
-        self.embedding = nn.Embedding(VOCAB_SIZE, D)
+        self.embedding = nn.Embedding(VOCAB_SIZE, D)  # standard deviation 1
         self.down = nn.ModuleList(
             Block(D, heads, D, window) for _ in range(hp.n_down_layers))
         self.middle = nn.ModuleList(
             Block(D, heads, 4 * D) for _ in range(hp.n_mid_layers))
         self.up = nn.ModuleList(
             Block(D, heads, D, window) for _ in range(hp.n_up_layers))
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=module.in_features**-0.5)
-        self.head = Head(D)  # after the loop, because it has its own initialization
+        self.head = Head(D)
 
-    def transform(self, blocks, x, positions, slots=None, caches=None):
-        """Applies blocks to byte vectors x (B, N, D) at positions (N,), or tokens (T, D) at (B, M).
-
-        sample.py passes a piece of a row, (B, n, D) at positions (n,), and a cache for each block.
-        """
+    def transform(self, blocks, x, positions, cache=None):
+        """Applies blocks to x (B, N, D) at positions (N,) or (B, N), in bytes of this piece."""
+        if cache:
+            positions = positions + cache.length
         head_dim = self.hp.embedding_dim // self.hp.num_heads
         pair = torch.arange(0, head_dim, 2, device=x.device)
         frequency = 10000.0 ** (-pair.float() / head_dim)
         angle = positions[..., None, None] * frequency
         cos, sin = angle.cos(), angle.sin()  # (..., 1, head_dim / 2)
-        for block, cache in zip(blocks, caches or [None] * len(blocks)):
-            x = block(x, cos, sin, slots, cache)
+        for block in blocks:
+            x = block(x, cos, sin, cache)
         return x
 
-    def encode(self, x):
+    def encode(self, x, cache=None):
         """Bytes x (B, N) -> X (B, N, D); eq. 1."""
         positions = torch.arange(x.size(1), device=x.device)
-        return self.transform(self.down, self.embedding(x), positions)
+        return self.transform(self.down, self.embedding(x), positions, cache)
 
     def upsample(self, X, tokens, reads):
         """Hands the tokens back to the bytes: Y (B, N, D); eq. 5, 9.
 
-        X (B, N, D), tokens Y' (T, D), reads (B, N): the token that each byte reads. Y_i may use X_i
-        and that token, nothing else, because sample.py passes a row in pieces.
+        X (B, N, D), tokens Y' (B, M, D), reads (B, N): the token that each byte reads. Y_i may use
+        X_i and that token, nothing else, because generation passes a row in pieces.
         """
-        return X + take(tokens, reads)  # eq. 9; the authors' code adds Y' - X' instead
+        return X + pick(tokens, reads)  # eq. 9; the authors' code adds Y' - X' instead
 
-    def decode(self, Y):
+    def decode(self, Y, cache=None):
         """Y (B, N, D) -> what the head reads, (B, N, D); eq. 6."""
-        return self.transform(self.up, Y, torch.arange(Y.size(1), device=Y.device))
+        positions = torch.arange(Y.size(1), device=Y.device)
+        return self.transform(self.up, Y, positions, cache)
 
-    def through_tokens(self, X, a):
+    def through_tokens(self, X, a, cache=None):
         """X (B, N, D) and boundaries a (B, N) bool -> what the head reads, (B, N, D); eq. 3-9."""
-        ends, reads, positions, slots = token_layout(a)
-        selected = take(X.flatten(0, 1), ends)  # X' (T, D), eq. 3, eq. 7
-        tokens = self.transform(self.middle, selected, positions, slots)  # Y' (T, D), eq. 4
-        return self.decode(self.upsample(X, tokens, reads))  # eq. 5
+        ends, reads = token_layout(a, multiple=1 if cache else 8)
+        tokens = pick(X, ends)  # X' (B, M, D), eq. 3, eq. 7
+        tokens = self.transform(self.middle, tokens, ends, cache)  # Y' (B, M, D), eq. 4
+        if cache:
+            reads = reads + cache.tokens.size(1)
+            tokens = torch.cat((cache.tokens, tokens), dim=1)
+            cache.tokens = tokens
+        return self.decode(self.upsample(X, tokens, reads), cache)  # eq. 5
 
 
 class Model(UNet):
@@ -375,18 +365,20 @@ class Model(UNet):
         self.policy = Policy(hp)
         self.early_head = copy.deepcopy(self.head)  # W_early, eq. 14
 
-    def forward(self, x, y, u):
-        """Bytes x, next bytes y, uniforms u (B, N) -> logp, early_logp, l, a; all (B, N).
+    def forward(self, x, u, cache=None):
+        """Bytes x and uniforms u (B, N) -> Output. Nothing at i depends on a later byte or decision.
 
-        logp_i is log p(y_i | x_0..x_i, a_0..a_i) in nats. Apart from y_i, nothing at i depends on a
-        later byte or decision. a is bool; l_i is the logit of a_i after the decisions before it.
+        With a cache, x is the next piece of a row, and the result is that for the whole row.
         """
-        X = self.encode(x)  # eq. 1
-        early_logp = self.early_head.logp(X, y)  # eq. 14
+        X = self.encode(x, cache)  # eq. 1
         all_l = self.policy(X)  # (B, N, 2^w): l after each possible history
         p = all_l.detach().sigmoid()  # eq. 20
-        p[:, 0] = 1.0  # <bos> is a token, so that every byte has one to read from
-        a, history = draw(p, u)  # eq. 2
+        # <bos> is a token, so that every byte has one to read from
+        p = p.masked_fill((x == BOS)[..., None], 1.0)
+        a, history = draw(p, u, cache.history if cache else 0)  # eq. 2
         l = all_l.gather(-1, history)[..., 0]
-        logp = self.head.logp(self.through_tokens(X, a), y)  # eq. 6
-        return logp, early_logp, l, a
+        Z = self.through_tokens(X, a, cache)
+        if cache:
+            cache.length += x.size(1)
+            cache.history = (2 * history[:, -1] + a[:, -1:]) % p.size(-1)
+        return Output(Z, X, l, a)

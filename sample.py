@@ -18,14 +18,12 @@ from itertools import tee
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
-from common.checkpoint import device_and_dtype, load_model
 from common.commandline import UserError, read_command_line, run_program
+from common.device import device_and_dtype
+from common.models import load_model
 from common.text import marked
-from model import BOS, VOCAB_SIZE, draw, softcapped_attention, token_layout
-
-GENERATED_ONLY = "num_samples", "max_new_bytes", "temperature", "top_k"
+from model import BOS, Cache
 
 
 @dataclass
@@ -39,7 +37,7 @@ class Settings:
     device: str = "auto"  # "auto", "cpu", "cuda" or "mps"
 
     # of generated texts only
-    num_samples: int = 1  # texts; they are generated as one batch
+    num_samples: int = 1  # texts
     max_new_bytes: int = 300  # length of each text
     temperature: float = 0.8  # below 1: likelier bytes; 0: always the likeliest
     top_k: int = 50  # draw from this many likeliest bytes
@@ -57,155 +55,45 @@ def check(options):
 
 
 # ---- Generation.
-class Cache:
-    """The keys and values of one layer, at the last `reach` positions."""
-
-    def __init__(self, reach):
-        self.reach = reach
-        self.k = self.v = None
-        self.mask = None  # (..., new positions, cached and new positions)
-
-    def attend(self, q, k, v):
-        """Attention of new positions (B, heads, n, head_dim), where the mask is True."""
-        if self.k is not None:
-            k = torch.cat((self.k, k), dim=2)
-            v = torch.cat((self.v, v), dim=2)
-        start = max(k.size(2) - self.reach, 0)
-        self.k = k[:, :, start:]
-        self.v = v[:, :, start:]
-        return softcapped_attention(q, k, v, self.mask)
+def uniforms(n, deterministic, device):
+    """The uniforms of n draws (1, n). If they are all 1/2, a token ends where p > 1/2."""
+    u = torch.rand(1, n, device=device)
+    if deterministic:
+        u.fill_(0.5)
+    return u
 
 
-def band(n, total, window):
-    """The mask of n new positions, the last ones of total, that see window positions."""
-    mask = torch.ones(n, total, dtype=torch.bool)
-    return mask.tril(total - n).triu(total - n - window + 1)
-
-
-class Reader:
-    """Reads B rows of bytes piece by piece: a part of the prompt, or one byte of each row.
-
-    The outputs are those that Model.forward has for the same bytes and uniforms.
-    """
-    longest = 256  # bytes of a piece; the time and memory of a layer are their square
-
-    def __init__(self, model, B):
-        hp = model.hp
-        self.model = model
-        self.down = [Cache(hp.attention_window - 1) for _ in model.down]
-        self.middle = [Cache(math.inf) for _ in model.middle]
-        self.up = [Cache(hp.attention_window - 1) for _ in model.up]
-        self.position = 0
-        self.last = model.embedding.weight.new_zeros(B, 1, hp.embedding_dim)  # each row's last Y'
-        self.used = self.last.new_zeros(B, 0).bool()  # where the middle's caches hold a token
-        self.decisions = self.last.new_zeros(B, hp.policy_window)  # the last w a
-
-    def read(self, x, u):
-        """The next bytes x and their uniforms u (B, n) -> a, p (B, n), logits (B, n, 257)."""
-        model, window, (B, n) = self.model, self.model.hp.attention_window, x.shape
-        mask = band(n, n + min(self.position, window - 1), window).to(x.device)
-        for cache in self.down + self.up:
-            cache.mask = mask
-        positions = torch.arange(self.position, self.position + n, device=x.device)
-        X = model.transform(model.down, model.embedding(x), positions, caches=self.down)
-        p = model.policy(X).sigmoid()  # (B, n, 2^w)
-        if self.position == 0:
-            p[:, 0] = 1.0
-        self.position += n
-
-        # the earlier decisions are drawn again, with p = 1 or 0: they are the new ones' history
-        w = self.decisions.size(1)
-        earlier = self.decisions[..., None].expand(-1, -1, p.size(2))
-        a, history = draw(torch.cat((earlier, p), dim=1), F.pad(u, (w, 0)))
-        self.decisions = a[:, n:].float()
-        a = a[:, w:]
-        p = p.gather(-1, history[:, w:])[..., 0]
-
-        tokens = self.last
-        count = a.sum(1, keepdim=True)
-        M = int(count.max())
-        if M > 0:
-            # each row's boundaries, then other bytes in rows with fewer than M, which are no tokens
-            ends = a.int().argsort(dim=1, descending=True, stable=True)[:, :M]
-            used = torch.arange(M, device=x.device) < count
-            self.used = torch.cat((self.used, used), dim=1)
-            total = self.used.size(1)
-            mask = self.used[:, None, None] & band(M, total, total).to(x.device)
-            for cache in self.middle:
-                cache.mask = mask
-            selected = X.gather(1, ends[..., None].expand(-1, -1, X.size(2)))  # X' (B, M, D)
-            new = model.transform(model.middle, selected, positions[ends], caches=self.middle)
-            tokens = torch.cat((tokens, new), dim=1)  # Y' (B, 1 + M, D)
-        first = torch.arange(B, device=x.device)[:, None] * tokens.size(1)
-        reads = first + a.cumsum(1)
-        tokens = tokens.flatten(0, 1)
-        self.last = tokens[reads[:, -1:]]
-        Y = model.upsample(X, tokens, reads)
-        Z = model.transform(model.up, Y, positions, caches=self.up)
-        return a, p, model.head.logits(Z)
-
-
-class Rereader:
-    """A Reader for the other systems. It reads a row anew for every piece."""
-    longest = sys.maxsize
-
-    def __init__(self, model):
-        self.model = model
-        self.pieces = []
-
-    def read(self, x, u):
-        self.pieces.append((x, u))
-        Z, l, a = self.model.outputs(*(torch.cat(row, dim=1) for row in zip(*self.pieces)))
-        n = x.size(1)
-        return a[:, -n:], l[:, -n:].sigmoid(), self.model.head.logits(Z[:, -n:])
-
-
-def next_byte(logits, v, temperature, top_k):
-    """Draws one byte per row from logits (B, 257), with uniforms v (B,)."""
-    logits, byte = logits[:, :BOS].topk(min(top_k, BOS))  # <bos> is no byte
+def next_byte(logits, temperature, top_k):
+    """Draws a byte (1, 1) from the logits (1, VOCAB_SIZE) of a row."""
+    logits, byte = logits[:, :BOS].topk(min(top_k, BOS))  # bytes only
     logits = (logits - logits[:, :1]) / max(temperature, 1e-30)  # so 0 takes the likeliest byte
-    below = logits.softmax(-1).cumsum(-1)
-    place = torch.searchsorted(below, v[:, None] * below[:, -1:], right=True)
-    return byte.gather(1, place)[:, 0]
+    return byte.gather(1, logits.softmax(-1).multinomial(1))
 
 
 @torch.inference_mode()  # takes a fifth less time than no_grad
-def generate(model, x, max_new_bytes, temperature, top_k, deterministic=False):
-    """Continues the prompts x (B, N), x_0 = <bos>, with a model in evaluation mode.
+def generate(model, prompt, max_new_bytes, temperature, top_k, deterministic=False):
+    """Continues a prompt, bytes, with a model in evaluation mode.
 
-    Yields for every byte after <bos>, starting with the prompt's: the byte, whether a token ends
-    there, the policy's p, and the byte's negative log-likelihood in nats at temperature 1; all
-    (B,). With deterministic=True a token ends where p > 1/2.
+    Yields (byte, a, p) for each byte of the prompt, then for each new one: whether a token ends
+    there, and the policy's p. With deterministic=True a token ends where p > 1/2.
     """
-    B, N = x.shape
-    reader = Reader(model, B) if model.hp.system == "learned" else Rereader(model)
-    logits = torch.zeros(B, 1, VOCAB_SIZE, device=x.device)  # for <bos>, which is not yielded
-    done = 0
-    while done < N + max_new_bytes:
-        if done < N:
-            piece = x[:, done : done + reader.longest]
-            u = torch.rand(piece.shape)
-        else:
-            v, u = torch.rand(2, B)
-            piece = next_byte(logits[:, -1], v.to(x.device), temperature, top_k)[:, None]
-            u = u[:, None]
-        if deterministic:
-            u = torch.full_like(u, 0.5)
-        a, p, after = reader.read(piece, u.to(x.device))
-        logits = torch.cat((logits[:, -1:], after), dim=1)
-        nats = F.cross_entropy(logits[:, :-1].mT, piece, reduction="none")
-        steps = zip(*(z.unbind(1) for z in (piece, a, p, nats)))
-        if done == 0:
+    device = model.embedding.weight.device
+    x = torch.tensor([[BOS, *prompt]], device=device)  # the bytes to read next
+    u = uniforms(x.size(1), deterministic, device)
+    cache = Cache(model) if model.hp.system == "learned" else None
+    for new_bytes in range(max_new_bytes + 1):
+        out = model(x, u, cache) if cache else model(x, u)
+        n = x.size(1) if new_bytes == 0 else 1  # that were not read before
+        steps = zip(*(z[0, -n:].tolist() for z in (x, out.a, out.l.sigmoid())))
+        if new_bytes == 0:
             next(steps)  # <bos>
         yield from steps
-        done += piece.size(1)
-
-
-def prompt(start):
-    """The text to continue, bytes or FILE:PATH, as a row x (1, N) for generate."""
-    if start.startswith(b"FILE:"):
-        start = Path(os.fsdecode(start[5:])).expanduser().read_bytes()
-    return torch.tensor([[BOS, *start]])
+        byte = next_byte(model.head.logits(out.Z[:, -1]), temperature, top_k)
+        draw = uniforms(1, deterministic, device)
+        if cache:
+            x, u = byte, draw
+        else:  # other systems read the whole row again
+            x, u = torch.cat((x, byte), dim=1), torch.cat((u, draw), dim=1)
 
 
 # ---- Boundaries of a text.
@@ -213,19 +101,17 @@ def prompt(start):
 def scored(model, text, deterministic=False):
     """Yields (byte, a, p, nats) for the bytes of a text, read in rows of seq_len bytes.
 
-    Boundaries are drawn, or with deterministic=True they are where p > 1/2.
+    Boundaries are drawn, or with deterministic=True they are where p > 1/2. nats are the byte's
+    negative log-likelihood.
     """
     device = model.embedding.weight.device
     for start in range(0, len(text), model.hp.seq_len):
         row = text[start : start + model.hp.seq_len]
         x = torch.tensor([[BOS, *row]], device=device)
-        y = x.roll(-1)  # the last target is unused
-        u = torch.rand(x.shape).to(device)
-        if deterministic:
-            u.fill_(0.5)
-        logp, _, l, a = model(x, y, u)
-        nats = -logp[0, :-1]
-        yield from zip(row, a[0, 1:].tolist(), l[0, 1:].sigmoid().tolist(), nats.tolist())
+        out = model(x, uniforms(x.size(1), deterministic, device))
+        nats = -model.head.logp(out.Z[:, :-1], x[:, 1:])
+        yield from zip(row, out.a[0, 1:].tolist(), out.l[0, 1:].sigmoid().tolist(),
+                       nats[0].tolist())
 
 
 def load(out_dir="out"):
@@ -261,19 +147,12 @@ def vectors(model, text):
         raise UserError(f"vectors needs a learned model, not {model.hp.system}, and at most "
                         f"seq_len={model.hp.seq_len} bytes of text, not {len(text)}")
     x = torch.tensor([[BOS, *text]], device=model.embedding.weight.device)
-    _, _, _, a = model(x, x, torch.full(x.shape, 0.5, device=x.device))
-    ends, _, positions, slots = token_layout(a)
-    Y = model.transform(model.middle, model.encode(x)[0, ends], positions, slots)
-    return Y[: a.sum()]
+    cache = Cache(model)
+    model(x, uniforms(x.size(1), True, x.device), cache)
+    return cache.tokens[0]
 
 
 # ---- The program.
-def row_of(steps, r):
-    """Row r of the steps that generate yields, as numbers."""
-    for step in steps:
-        yield [z[r].item() for z in step]
-
-
 def bits_per_byte(nats, seq_len):
     """The mean of nats in bits, with its standard error over rows of seq_len bytes, as a text."""
     bits = torch.tensor(nats) / math.log(2)
@@ -285,51 +164,55 @@ def bits_per_byte(nats, seq_len):
     return f"{bits.mean():.3f} ± {error:.3f} bits per byte"
 
 
+def show(steps):
+    """Prints a text as its bytes come, with marks where its tokens end. Returns the steps."""
+    shown, again = tee(steps)
+    for piece in marked(shown):
+        print(piece, end="", flush=True)
+    print("\n" + "-" * 80)
+    return list(again)
+
+
 def main(argv):
     """Runs the command line. Raises UserError."""
     chosen = read_command_line(argv, Settings)
     given = [key for key in ("start", "score", "text") if key in chosen]
     if len(given) > 1:
         raise UserError(f"--{' and --'.join(given)} exclude each other; give one of them")
-    ignored = [key for key in GENERATED_ONLY if key in chosen]
-    if ignored and given and given != ["start"]:
-        raise UserError(f"--{given[0]} generates nothing; leave out --{' and --'.join(ignored)}")
     options = Settings(**chosen)
     check(options)
+    model = load(options.out_dir)
     device, _ = device_and_dtype(options.device, "float32")
-    model = load(options.out_dir).to(device)
-    text = options.text
-    if options.score == "-":
-        text = sys.stdin.buffer.read()
-    elif options.score:
-        text = Path(options.score).read_bytes()
-
+    model.to(device)
     torch.manual_seed(options.seed)
-    if text:
-        streams = [scored(model, text, options.deterministic)]
-    elif "text" in chosen or "score" in chosen:
-        raise UserError("the given text is empty")
+    if "text" in chosen or "score" in chosen:
+        text = options.text
+        if options.score == "-":
+            text = sys.stdin.buffer.read()
+        elif options.score:
+            text = Path(options.score).read_bytes()
+        if not text:
+            raise UserError("the given text is empty")
+        texts = [scored(model, text, options.deterministic)]
     else:
-        x = prompt(options.start).to(device).expand(options.num_samples, -1)
-        steps = generate(model, x, options.max_new_bytes, options.temperature, options.top_k,
-                         options.deterministic)
-        streams = [row_of(copy, r) for r, copy in enumerate(tee(steps, options.num_samples))]
+        prompt = options.start
+        if prompt.startswith(b"FILE:"):
+            prompt = Path(os.fsdecode(prompt[5:])).expanduser().read_bytes()
+        texts = [generate(model, prompt, options.max_new_bytes, options.temperature,
+                          options.top_k, options.deterministic)
+                 for _ in range(options.num_samples)]
+
     started = time.perf_counter()
-    ends = 0
-    nats = []
-    for stream in streams:
-        shown, again = tee(stream)
-        for piece in marked(shown):
-            print(piece, end="", flush=True)
-        print("\n" + "-" * 80)
-        for _, a, _, cost in again:
-            ends += a
-            nats.append(cost)
-        ends += not a  # the last token ends with the text
+    n = ends = 0
+    for text in texts:
+        steps = show(text)
+        n += len(steps)
+        ends += sum(step[1] for step in steps)
+        ends += not steps[-1][1]  # the last token ends with the text
     seconds = time.perf_counter() - started
-    n = len(nats)
-    # a generated text is drawn at another temperature than its bits are computed for
-    bits = f", {bits_per_byte(nats, model.hp.seq_len)}" if text else ""
+    bits = ""
+    if given and given != ["start"]:
+        bits = f", {bits_per_byte([step[3] for step in steps], model.hp.seq_len)}"
     print(f"{n} bytes, {ends} tokens, {n / ends:.2f} bytes per token{bits}, "
           f"{n / seconds:.0f} bytes per second")
 

@@ -11,6 +11,9 @@ import json
 import math
 import os
 import re
+import shutil
+import signal
+import subprocess
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,11 +29,12 @@ import torch.nn.functional as F
 
 import prepare
 from common.check import check
-from common.checkpoint import (
-    device_and_dtype, load_weights, make_model, read_checkpoint, save_checkpoint, versions)
+from common.checkpoint import read_checkpoint, write_checkpoint
 from common.commandline import UserError, read_command_line, run_program, say
+from common.device import device_and_dtype
+from common.files import locked
+from common.models import load_weights, make_model
 from common.muon import MuonAdamW
-from common.process import restored, set_up_torch, stop_signals
 from common.text import characters, in_word, marked
 from model import BOS, Block, Head, Policy
 
@@ -41,16 +45,7 @@ RANK = int(os.environ["RANK"]) if WORLD_SIZE > 1 else 0  # this process
 # ---- Hyperparameters. ---------------------------------------------------------------------------
 @dataclass
 class Hyperparameters:
-    """The quick run's values; config/ holds the paper's. The quick run differs from the paper:
-
-    1. policy_window is 1, not 8 (the paper has it as an ablation), and gamma is 0.97, not 0.99
-    2. the policy has a learning rate of its own
-    3. Muon instead of AdamW trains the matrices of the blocks, and the weight decay is 0.3
-    4. the learning rates fall linearly, not along a cosine
-    5. the byte layers see 8 bytes, not 64
-
-    What the paper leaves open: experiments/README.md.
-    """
+    """The quick run's values. config/ holds the paper's; README lists all differences."""
 
     # files
     data: str = "data/stdlib"  # folder of shards made by prepare.py; this one is made on first use
@@ -69,7 +64,7 @@ class Hyperparameters:
     # boundaries
     downsample_rate_target: float = 1 / 5  # tokens per byte
     policy_window: int = 1  # w, eq. 21: each decision sees this many earlier decisions
-    policy_scale: float = 16.0  # S; eq. 22 calls it D
+    policy_scale: float = 0.8  # S, eq. 22; a smaller one makes the policy learn faster
     policy_softcap: float = 5.0  # eq. 23: keeps p between 0.7% and 99.3%, in training only
     # loss
     gamma: float = 0.97  # discount of later rewards, eq. 16; larger looks further ahead, with noise
@@ -80,9 +75,8 @@ class Hyperparameters:
     training_bytes: int = 4_000_000  # length of the run
     effective_batch_size: int = 16  # rows in a training step, over all processes and micro-batches
     batch_size: int = 16  # rows in a micro-batch; eq. 17 and 24 average over those of all processes
-    learning_rate: float = 3e-3  # peak, reached after the warm-up; of all but the next two
+    learning_rate: float = 3e-3  # peak, reached after the warm-up; of all but the next
     muon_learning_rate: float = 6e-3  # peak for the blocks' matrices, by Muon; 0: all by AdamW
-    policy_learning_rate: float = 0.06  # peak for its matrix, whose output is divided by S
     cosine: bool = False  # True: they fall to 0 along a cosine, as in the paper; False: linearly
     warmup_bytes: int = 200_000  # linear warm-up
     weight_decay: float = 0.3  # of matrices, except the policy's
@@ -98,7 +92,7 @@ class Hyperparameters:
     seed: int = 1337  # of the weights, the order of rows and the draws
 
 
-# ---- Losses. Log-likelihoods are in nats; logp, early_logp, l and a are (B, N).
+# ---- Losses. Log-likelihoods are in nats, and their means are per byte. -------------------------
 def mean_over_processes(z):
     """Overwrites a tensor with its mean over all processes. Every process must call this."""
     if dist.is_initialized():
@@ -107,82 +101,66 @@ def mean_over_processes(z):
 
 
 def discounted_return(R, gamma):
-    """G_i = sum_k gamma^k R_{i+k}, eq. 16, in log2(N) doublings; R and G (..., N).
+    """G_i = sum_k gamma^k R_{i+k}, eq. 16; R and G (B, N).
 
     Our R_i rewards the prediction made at i; it is the paper's R_{i+1}.
     """
-    G = R
-    reach = 1  # G_i sums this many rewards so far
-    while reach < R.size(-1):
-        later = F.pad(G[..., reach:], (0, reach))
-        G = torch.add(G, later, alpha=gamma**reach)
-        reach *= 2
-    return G
+    i = torch.arange(R.size(1), device=R.device)
+    discount = (gamma ** (i[:, None] - i).float()).tril()  # how much R_row counts in G_column
+    with torch.autocast(R.device.type, enabled=False):
+        return R @ discount
 
 
-def losses(logp, early_logp, l, a, hp):
-    """The total loss, and its terms for the log: a dictionary of scalar tensors by name.
+def losses(model, out, y, hp):
+    """The total loss of a forward pass, and its terms for the log: scalar tensors by name.
 
-    In eq. 11 the gradient of the expected log-likelihood (eq. 10) has two parts. -grad L_auto
-    estimates eq. 12 per byte: better predictions with the boundaries as they are. -grad L_pi
-    estimates eq. 13 per byte: better boundaries. If gamma is 1, its mean over draws is eq. 13
-    times 1 - 1 / n, because each of the n rows in eq. 17's mean is also in its own baseline.
+    out is what the model returned for a micro-batch, y (B, N) are the next bytes.
 
-    All terms are means over bytes, as in the authors' code of June 2025 (which has a quadratic loss
-    of the rate in place of eq. 24). The paper writes eq. 18, 25 and 26 as sums over the N positions
-    of a row, but eq. 24 as a mean. So beside the others, L_tgt weighs N times as much here as in
-    eq. 27 as printed.
+    The policy is trained by REINFORCE: -grad L_pi estimates the policy gradient, eq. 13, per byte.
+    -grad L_auto estimates the other half of eq. 11: better predictions with the boundaries as they
+    are, eq. 12. If gamma is 1, the mean of -grad L_pi over draws is eq. 13 times 1 - 1 / B, because
+    each of the B rows is also in its own baseline, eq. 17.
     """
+    logp = model.head.logp(out.Z, y)  # (B, N), eq. 6
+    early_logp = model.early_head.logp(out.X, y)  # eq. 14
     L_auto = -logp.mean()  # eq. 25
     L_early = -early_logp.mean()  # eq. 26
-    R = (logp - early_logp).detach()  # eq. 15
+    R = (logp - early_logp).detach()  # the reward, eq. 15
     G = discounted_return(R, hp.gamma)  # eq. 16
-    A = G - mean_over_processes(G.mean(0))  # eq. 17
-    negative_log_pi = F.binary_cross_entropy_with_logits(l, a.float(), reduction="none")
-    L_pi = (negative_log_pi * A)[:, 1:].sum() / l.numel()  # eq. 18; position 0 is forced
+    A = G - mean_over_processes(G.mean(0))  # the advantage, eq. 17
+    log_pi = -F.binary_cross_entropy_with_logits(out.l, out.a.float(), reduction="none")
+    L_pi = -(log_pi * A)[:, 1:].sum() / A.numel()  # eq. 18; position 0 is forced
     # mean l needs no mean over processes, since gradients are averaged. Position 0 counts here,
     # with the policy's own p instead of the forced 1.
-    mean_p = mean_over_processes(l.detach().sigmoid().mean())
-    L_tgt = l.mean() * (mean_p - hp.downsample_rate_target)  # eq. 24
+    mean_p = mean_over_processes(out.l.detach().sigmoid().mean())
+    L_tgt = out.l.mean() * (mean_p - hp.downsample_rate_target)  # eq. 24
     L = L_auto + hp.lambda_early * L_early  # eq. 27, and the next line
     L = L + hp.lambda_pi * L_pi + hp.lambda_target * L_tgt
-    # how much of the return's variance the two baselines, eq. 15 and 17, remove
-    removed = 1 - A.var() / discounted_return(logp.detach(), hp.gamma).var()
+    # the fraction of the log-likelihood's variance that the early exit predicts
+    explained = 1 - R.var() / logp.detach().var()
     terms = {"auto": L_auto, "early": L_early, "pi": L_pi, "target": L_tgt,
-             "variance_removed": removed}
+             "explained_variance": explained}
     return L, terms
 
 
-# ---- The training step.
-def learning_rate_fraction(bytes_seen, end, hp):
-    """The fraction of the peak learning rates, for a run that ends after `end` bytes."""
-    if bytes_seen < hp.warmup_bytes:
-        return bytes_seen / hp.warmup_bytes
-    fraction = (end - bytes_seen) / (end - hp.warmup_bytes)
-    if hp.cosine:
-        fraction = (1 - math.cos(math.pi * fraction)) / 2
-    return fraction
-
-
+# ---- The training step. -------------------------------------------------------------------------
 def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
     """One training step, at this fraction of the peak learning rates.
 
     Returns what to log, scalar tensors by name that are means over the micro-batches, and the
     gradient's norm.
     """
-    target = torch.tensor(hp.downsample_rate_target)
+    system_losses = getattr(type(model), "losses", losses)  # other systems bring their own
     logged = {}
     for x, y, u in batches:
         with autocast:
-            logp, early_logp, l, a = model(x, y, u)
-        system_losses = getattr(model, "losses", losses)  # other systems bring their own
-        L, terms = system_losses(logp, early_logp, l, a, hp)
+            out = model(x, u)
+            L, terms = system_losses(model, out, y, hp)
         scaler.scale(L / len(batches)).backward()
-        p = l.detach().sigmoid()
+        l = out.l.detach()
         terms["bpb"] = terms["auto"] / math.log(2)
-        terms["rate"] = a.float().mean()
-        # the mean of p (1 - p), relative to that of p = target; it can exceed 1
-        terms["undecided"] = (p * (1 - p)).mean() / (target * (1 - target))
+        terms["rate"] = out.a.float().mean()
+        terms["entropy"] = F.binary_cross_entropy_with_logits(l, l.sigmoid()) / math.log(2)  # bits
         for name, z in terms.items():
             logged[name] = logged.get(name, 0) + z.detach() / len(batches)
     for parameter in model.parameters():
@@ -202,14 +180,45 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
     return logged, grad_norm
 
 
-# ---- Data order: which rows a training step reads, and the uniforms of its draws.
+def learning_rate_fraction(bytes_seen, end, hp):
+    """The fraction of the peak learning rates, for a run that ends after `end` bytes."""
+    if bytes_seen < hp.warmup_bytes:
+        return bytes_seen / hp.warmup_bytes
+    fraction = (end - bytes_seen) / (end - hp.warmup_bytes)
+    if hp.cosine:
+        fraction = (1 - math.cos(math.pi * fraction)) / 2
+    return fraction
+
+
+def make_optimizer(model, hp, dtype):
+    """An optimizer of all parameters, whose learning rates are the peaks of the schedule.
+
+    Muon trains the blocks' matrices, with matmuls in the dtype, and AdamW trains the rest.
+    """
+    undecayed, blocks, others = [], [], []
+    for name, p in model.named_parameters():
+        if p.dim() < 2 or name.startswith("policy."):
+            undecayed.append(p)
+        elif hp.muon_learning_rate and name.startswith(("down.", "middle.", "up.")):
+            blocks.append(p)
+        else:
+            others.append(p)
+    lr, decay = hp.learning_rate, hp.weight_decay
+    groups = [
+        {"params": undecayed, "lr": lr, "weight_decay": 0},
+        {"params": blocks, "lr": hp.muon_learning_rate, "weight_decay": decay, "muon": True},
+        {"params": others, "lr": lr, "weight_decay": decay}]
+    return MuonAdamW(groups, getattr(torch, dtype))
+
+
+# ---- Data order: which rows a training step reads, and the uniforms of its draws. ---------------
 @lru_cache(2)
 def row_order(seed, epoch, n):
     """A random permutation of n rows, another one for every epoch."""
     return np.random.default_rng([seed, epoch, 0]).permutation(n)
 
 
-def micro_batches(shards, first_row, rows, batch_size, seed, rank, world, device):
+def micro_batches(shards, first_row, rows, batch_size, seed=0, rank=0, world=1, device="cpu"):
     """The run's next `rows` rows, from number first_row on: this process's share of them.
 
     A list of micro-batches (x, y, u), each (batch_size, N). y is a row; x is <bos> and the row
@@ -229,27 +238,31 @@ def micro_batches(shards, first_row, rows, batch_size, seed, rank, world, device
     return list(zip(x.split(batch_size), y.split(batch_size), u.split(batch_size)))
 
 
-# ---- Evaluation.
-def evaluate(model, shards, rows, batch_size, autocast):
-    """Bits per byte (val_bpb) and tokens per byte (val_rate), and what the model read.
+# ---- Evaluation. --------------------------------------------------------------------------------
+def evaluate(model, shards, hp, autocast):
+    """What a log record of an evaluation holds, from validation rows that are always the same.
 
-    Rows and uniforms are the same every time. What was read is x, a and p (rows, N), on the CPU.
-    Gradients may stay on: without them, torch.compile would compile every layer a second time.
+    val_bpb and val_rate are bits and tokens per byte; outside is the share of tokens that end
+    outside words; line is the beginning of the first row, (byte, a, p) for each byte.
+    Gradients stay on: without them, torch.compile would compile every layer a second time.
     """
-    rows = min(rows, sum(map(len, shards)))
+    rows = min(hp.eval_rows, sum(map(len, shards)))
     device = model.embedding.weight.device
     nats = 0
     read = []
     model.eval()
-    for x, y, u in micro_batches(shards, 0, rows, batch_size, 0, 0, 1, device):
+    for x, y, u in micro_batches(shards, 0, rows, hp.batch_size, device=device):
         with autocast:
-            logp, _, l, a = model(x, y, u)
-        nats -= logp.sum().item()
-        read.append((x, a, l.detach().sigmoid()))
+            out = model(x, u)
+            nats -= model.head.logp(out.Z, y).sum().item()
+        read.append((x, out.a, out.l.detach().sigmoid()))
     model.train()
-    x, a, p = (torch.cat(z).cpu() for z in zip(*read))
-    metrics = {"val_bpb": nats / math.log(2) / x.numel(), "val_rate": a.sum().item() / a.numel()}
-    return metrics, x, a, p
+    x, a, p = [torch.cat(z)[:, 1:].cpu() for z in zip(*read)]  # without <bos>
+    tokens = a.sum().item() + rows
+    line = zip(*(z[0, :160].tolist() for z in (x, a, p)))
+    return {"val_bpb": nats / math.log(2) / rows / hp.seq_len,
+            "val_rate": tokens / rows / hp.seq_len,
+            "outside": share_outside_words(x, a), "line": list(line)}
 
 
 def share_outside_words(x, a):
@@ -257,46 +270,190 @@ def share_outside_words(x, a):
 
     A token may end at any of a character's bytes; two in the same character count as one.
     """
-    x, a = (z[:, 1:].flatten().tolist() for z in (x, a))  # without <bos>
+    x, a = x.flatten().tolist(), a.flatten().tolist()
     outside = [not in_word(text) for text, end, _ in characters(zip(x, a, a)) if end]
     return sum(outside) / max(len(outside), 1)
 
 
-# ---- Set-up.
+# ---- The loop. ----------------------------------------------------------------------------------
+def train(hp, saved):
+    """Trains. saved is the checkpoint to continue, or the one to take the weights from, or {}."""
+    device, dtype, autocast = set_up_torch(hp.device, hp.dtype)
+    train_shards, val_shards = open_data(hp)
+    torch.manual_seed(hp.seed)
+    model = make_model(hp)
+    path = Path(hp.out_dir, "ckpt.pt")
+    if saved:
+        load_weights(model, saved, path if hp.resume else hp.init_from)
+    model.to(device)
+    optimizer = make_optimizer(model, hp, dtype)
+    scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
+    step = bytes_seen = log_bytes = 0
+    if hp.resume:
+        load_optimizer(optimizer, scaler, saved, hp)
+        step, bytes_seen, log_bytes = saved["step"], saved["bytes_seen"], saved["log_bytes"]
+    step_bytes = hp.effective_batch_size * hp.seq_len
+    end = bytes_seen + math.ceil((hp.training_bytes - bytes_seen) / step_bytes) * step_bytes
+
+    if RANK == 0:
+        log = open_log(path.with_name("log.jsonl"), log_bytes, device, dtype, val_shards, hp)
+        say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+        if not hp.resume:
+            record = {"step": 0, "bytes": 0, **evaluate(model, val_shards, hp, autocast)}
+            write_evaluation(log, record)
+    saved.clear()  # frees the memory
+    if hp.compile and device != "mps":
+        if RANK == 0 and bytes_seen < end:
+            say("compiling; the first step may take a minute")
+        compile_model(model)  # after the first evaluation, whose text therefore comes at once
+
+    first_step = step
+    stopping = False
+    seconds = []  # of each training step since the last log line
+    while bytes_seen < end and not stopping:
+        started = time.perf_counter()
+        step += 1
+        torch.manual_seed(hash((hp.seed, step, RANK)))  # for layers you add, such as dropout
+        batches = micro_batches(
+            train_shards, bytes_seen // hp.seq_len, hp.effective_batch_size, hp.batch_size, hp.seed,
+            RANK, WORLD_SIZE, device)
+        # the schedule's value in the middle of the step
+        fraction = learning_rate_fraction(bytes_seen + step_bytes / 2, end, hp)
+        logged, grad_norm = training_step(
+            model, batches, optimizer, fraction, scaler, autocast, hp)
+        bytes_seen += step_bytes
+        seconds.append(time.perf_counter() - started)
+
+        if step % hp.log_interval == 0 or bytes_seen >= end:
+            logged = {name: mean_over_processes(z).item() for name, z in logged.items()}
+            speed = step_bytes / np.mean(seconds[1:] or seconds)  # the first one may be slow
+            seconds.clear()
+            if RANK == 0:
+                minutes = (end - bytes_seen) / speed / 60
+                write_record(log, {
+                    "step": step, "bytes": bytes_seen, **logged, "grad_norm": grad_norm,
+                    "bytes_per_second": speed, "minutes_left": minutes})
+                say(f"step {step} {bytes_seen:,} bytes | {logged['bpb']:.3f} bits/byte, "
+                    f"rate {logged['rate']:.3f}, policy entropy {logged['entropy']:.2f} bits | "
+                    f"{speed:,.0f} bytes/s, {minutes:.1f} min left")
+        # a signal to one process stops all of them
+        stopping = mean_over_processes(torch.tensor(float(len(stop_signals)), device=device)) > 0
+        evaluating = step % hp.eval_interval == 0 or bytes_seen >= end
+        if RANK == 0 and evaluating:
+            record = {"step": step, "bytes": bytes_seen}
+            write_evaluation(log, record | evaluate(model, val_shards, hp, autocast))
+        if RANK == 0 and (evaluating or stopping):
+            save_checkpoint(path, model, optimizer, scaler, hp, {
+                "step": step, "bytes_seen": bytes_seen, "log_bytes": os.path.getsize(log.name)})
+
+    if RANK == 0 and step == first_step:
+        say(f"finished already; to go on, give more than --training_bytes={bytes_seen}")
+    elif RANK == 0:
+        program = "torchrun ... train.py" if WORLD_SIZE > 1 else "python train.py"
+        program = "python sample.py" if bytes_seen >= end else f"{program} --resume=True"
+        say(f"ended after step {step}; go on with: {program} --out_dir={hp.out_dir}")
+    if WORLD_SIZE > 1:
+        dist.barrier()  # exiting breaks connections that other processes still use
+
+
+# ---- Machinery: checkpoints. --------------------------------------------------------------------
+def save_checkpoint(path, model, optimizer, scaler, hp, progress):
+    write_checkpoint(path, {
+        "model": model.state_dict(), "optimizer": optimizer.state_dict()["state"],
+        "scaler": scaler.state_dict(), "config": vars(hp), **progress})
+
+
+def load_optimizer(optimizer, scaler, saved, hp):
+    """Loads the optimizer's state and the scaler's, but keeps the settings, which flags change."""
+    if (saved["config"]["muon_learning_rate"] > 0) != (hp.muon_learning_rate > 0):
+        raise UserError("muon_learning_rate cannot become or stop being 0 in a run")
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["optimizer"]})
+    if saved["scaler"]:  # the saved run used float16
+        scaler.load_state_dict(saved["scaler"])
+
+
+# ---- Machinery: the log. ------------------------------------------------------------------------
+def open_log(path, length, device, dtype, val_shards, hp):
+    """Opens log.jsonl behind its first `length` bytes, and writes a header about the run."""
+    log = path.open("a", buffering=1)
+    log.truncate(min(log.tell(), length))  # drop lines after the checkpoint
+    commit = ""  # outside of git
+    if shutil.which("git"):
+        command = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty",
+                   "--exclude=*"]
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    write_record(log, {
+        "commit": commit, "torch": torch.__version__, "device": device, "dtype": dtype,
+        "held_out": hashlib.sha256(np.concatenate(val_shards)).hexdigest(),
+        "hyperparameters": vars(hp)})
+    return log
+
+
+def write_record(log, record):
+    """Adds a line to log.jsonl. JSON has no NaN or infinity; they become null."""
+    for key, value in record.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            record[key] = None
+    try:
+        print(json.dumps(record), file=log)
+    except OSError as error:
+        raise UserError(f"cannot write {log.name}: {error}") from error
+
+
+def write_evaluation(log, record):
+    """Logs and prints an evaluation. UserError if the model has diverged."""
+    if not math.isfinite(record["val_bpb"]):
+        raise UserError("the validation loss is not finite; use smaller learning rates")
+    write_record(log, record)
+    say(f"step {record['step']} val {record['val_bpb']:.3f} bits/byte, rate "
+        f"{record['val_rate']:.3f} | {record['outside']:.0%} of tokens end on a space or "
+        "punctuation")
+    say("".join(marked(record["line"][:80])).replace("\n", "⏎"))
+
+
+# ---- Machinery: set-up. -------------------------------------------------------------------------
 def read_hyperparameters(argv):
     """The run's hyperparameters, and the checkpoint that it continues or begins with, or {}."""
     chosen = read_command_line(argv, Hyperparameters)
     hp = Hyperparameters(**chosen)
-    checkpoint = Path(hp.out_dir, "ckpt.pt")
+    path = Path(hp.out_dir, "ckpt.pt")
     saved = {}
     if hp.resume or hp.init_from:
-        saved = read_checkpoint(checkpoint if hp.resume else hp.init_from)
-        old = saved["config"]
-        vars(hp).update(old | chosen | {"out_dir": hp.out_dir, "resume": hp.resume})
-        for key in sorted(chosen.keys() - {"out_dir", "resume", "init_from"}):
-            if RANK == 0 and chosen[key] != old.get(key):
-                say(f"{key} was {old.get(key)!r} and is now {chosen[key]!r}")
-    if checkpoint.exists() and not hp.resume:
-        raise UserError(f"{checkpoint} exists; continue it with --resume=True, or use another "
-                        "--out_dir")
+        saved = read_checkpoint(path if hp.resume else hp.init_from)
+        own = {"out_dir": hp.out_dir, "resume": hp.resume}  # these are never inherited
+        vars(hp).update(saved["config"])
+        vars(hp).update(chosen)
+        vars(hp).update(own)
+        for name in sorted(chosen.keys() - {"out_dir", "resume", "init_from"}):
+            old = saved["config"].get(name)
+            if RANK == 0 and chosen[name] != old:
+                say(f"{name} was {old!r} and is now {chosen[name]!r}")
+    if path.exists() and not hp.resume:
+        raise UserError(f"{path} exists; continue it with --resume=True, or use another --out_dir")
     check(hp, WORLD_SIZE)
     return hp, saved
 
 
-def open_data(hp, saved):
+def set_up_torch(device, dtype):
+    """Sets torch up for training: the device, the dtype and the autocast context of the model."""
+    device, dtype = device_and_dtype(device, dtype)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if WORLD_SIZE > 1:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    torch.set_float32_matmul_precision("high")
+    torch.use_deterministic_algorithms(device == "cpu")  # resumed runs repeat to the last bit
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
+    return device, dtype, autocast
+
+
+def open_data(hp):
     """The shards of both splits. The default data is made if it does not exist."""
-    meta = Path(hp.data, "meta.json")
-    if RANK == 0 and hp.data == Hyperparameters.data and not meta.exists():
+    if RANK == 0 and hp.data == Hyperparameters.data and not Path(hp.data, "meta.json").exists():
         prepare.main([])
     if WORLD_SIZE > 1:
         dist.barrier()  # the others wait for the data
-        mine = saved.get("step"), meta.read_bytes() if meta.exists() else None
-        everyones = [None] * WORLD_SIZE
-        dist.all_gather_object(everyones, mine)
-        if everyones.count(mine) < WORLD_SIZE:
-            dist.barrier()  # torchrun kills all when one exits; this lets others say so too
-            raise UserError("the processes see different checkpoints or data; with several nodes, "
-                            "put out_dir and data on a disk that all of them share")
     return [prepare.open_shards(hp.data, split, hp.seq_len) for split in ("train", "val")]
 
 
@@ -310,181 +467,36 @@ def compile_model(model, **options):
             part.logp = torch.compile(part.logp, dynamic=False, **options)
 
 
-def make_optimizer(model, hp, dtype):
-    """An optimizer of all parameters, whose learning rates are the peaks of the schedule.
-
-    Muon trains the blocks' matrices, with products in the dtype, and AdamW trains the rest.
-    """
-    vectors, policy, blocks, others = [], [], [], []
-    for name, p in model.named_parameters():
-        if p.dim() < 2:
-            vectors.append(p)
-        elif name.startswith("policy."):
-            policy.append(p)
-        elif hp.muon_learning_rate and name.startswith(("down.", "middle.", "up.")):
-            blocks.append(p)
-        else:
-            others.append(p)
-    lr, decay = hp.learning_rate, hp.weight_decay
-    groups = [
-        {"params": vectors, "lr": lr, "weight_decay": 0},
-        {"params": policy, "lr": hp.policy_learning_rate, "weight_decay": 0},
-        {"params": blocks, "lr": hp.muon_learning_rate, "weight_decay": decay, "muon": True},
-        {"params": others, "lr": lr, "weight_decay": decay}]
-    return MuonAdamW(groups, getattr(torch, dtype))
+stop_signals = []  # Ctrl-C, schedulers and closed terminals add to it: the run saves and ends
 
 
-def load_optimizer(optimizer, scaler, saved, hp):
-    """Loads the optimizer's state and the scaler's, but keeps the settings, which flags change."""
-    was_muon = saved["config"]["muon_learning_rate"] > 0
-    if "optimizer_state" not in saved or was_muon != (hp.muon_learning_rate > 0):
-        raise UserError(f"{hp.out_dir}/ckpt.pt does not fit the optimizer; another version of "
-                        "train.py wrote it, or muon_learning_rate became or stopped being 0")
-    optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["optimizer_state"]})
-    if saved["scaler"]:  # the saved run used float16
-        scaler.load_state_dict(saved["scaler"])
+def catch_signals():
+    """Makes Ctrl-C, SIGTERM and SIGHUP add to stop_signals; each of them a second time kills."""
+    def request_stop(number, _):
+        stop_signals.append(number)
+        signal.signal(number, signal.SIG_DFL)
 
-
-# ---- The loop.
-def write_record(log, record):
-    """Adds a line to log.jsonl. JSON has no NaN or infinity; they become null."""
-    for key, value in record.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            record[key] = None
-    try:
-        print(json.dumps(record), file=log)
-    except OSError as error:
-        raise UserError(f"cannot write {log.name}: {error}") from error
-
-
-def train(hp, saved):
-    """Trains. saved is the checkpoint to continue, or the one to take the weights from, or {}."""
-    device, dtype = device_and_dtype(hp.device, hp.dtype)
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if WORLD_SIZE > 1:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    autocast = set_up_torch(device, dtype)
-    train_shards, val_shards = open_data(hp, saved)
-
-    torch.manual_seed(hp.seed)
-    model = make_model(hp)
-    data_hash = hashlib.sha256(Path(hp.data, "meta.json").read_bytes()).hexdigest()
-    checkpoint = Path(hp.out_dir, "ckpt.pt")
-    if saved:
-        load_weights(model, saved, checkpoint if hp.resume else hp.init_from)
-    model.to(device)
-    compiled = hp.compile and device != "mps"
-    if compiled:
-        compile_model(model)
-    optimizer = make_optimizer(model, hp, dtype)
-    scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
-    step = bytes_seen = log_bytes = 0
-    if hp.resume:
-        load_optimizer(optimizer, scaler, saved, hp)
-        step, bytes_seen, log_bytes = saved["step"], saved["bytes_seen"], saved["log_bytes"]
-    first_step = step
-    step_bytes = hp.effective_batch_size * hp.seq_len
-    end = bytes_seen + math.ceil((hp.training_bytes - bytes_seen) / step_bytes) * step_bytes
-    if RANK == 0:
-        log = checkpoint.with_name("log.jsonl").open("a", buffering=1)
-        log.truncate(min(log.tell(), log_bytes))  # drop lines after the checkpoint
-        held_out = hashlib.sha256(np.concatenate(val_shards)).hexdigest()
-        write_record(log, versions(device, dtype) | {
-            "held_out": held_out, "hyperparameters": vars(hp)})
-        parameters = sum(p.numel() for p in model.parameters())
-        say(f"{parameters:,} parameters{'; compiling may take a minute' if compiled else ''}")
-        if hp.resume and saved["config"]["training_bytes"] <= bytes_seen < end:
-            say("the learning rates had reached 0; for the added bytes they rise again")
-        if hp.resume and saved.get("data_hash", data_hash) != data_hash:
-            say(f"data: {hp.data} has changed since the checkpoint")
-    saved.clear()  # frees the memory
-
-    seconds = []  # of each training step since the last log line
-    while True:
-        finished = bytes_seen >= end
-        stopping = torch.tensor(float(len(stop_signals)), device=device)
-        stopping = mean_over_processes(stopping).item() > 0
-        evaluating = finished or step % hp.eval_interval == 0
-        # boundaries form early
-        evaluating |= step in (hp.eval_interval // 4, hp.eval_interval // 2)
-        # a resumed run does not evaluate the step that it starts from
-        if RANK == 0 and evaluating and (step > first_step or not hp.resume):
-            # before the first step nothing is compiled, so that the first text comes at once
-            stance = "default" if step else "force_eager"
-            with torch.compiler.set_stance(stance), torch.set_grad_enabled(step > 0):
-                metrics, x, a, p = evaluate(
-                    model, val_shards, hp.eval_rows, hp.batch_size, autocast)
-            if not math.isfinite(metrics["val_bpb"]):
-                raise UserError("the validation loss is not finite; use smaller learning rates")
-            metrics["outside"] = share_outside_words(x, a)
-            line = list(zip(*(z[0, 1:161].tolist() for z in (x, a, p))))
-            write_record(log, {"step": step, "bytes": bytes_seen, **metrics, "line": line})
-            say(f"step {step} val {metrics['val_bpb']:.3f} bits/byte, rate "
-                f"{metrics['val_rate']:.3f} | {metrics['outside']:.0%} of tokens end on a "
-                "space or punctuation")
-            say("".join(marked(line[:80])).replace("\n", "⏎"))
-        if RANK == 0 and (stopping or evaluating and step > first_step):
-            state = optimizer.state_dict()["state"]
-            save_checkpoint(checkpoint, {
-                "model": model.state_dict(), "optimizer_state": state,
-                "scaler": scaler.state_dict(), "config": vars(hp), "data_hash": data_hash,
-                "step": step, "bytes_seen": bytes_seen, "log_bytes": os.path.getsize(log.name)})
-        if finished or stopping:
-            break
-
-        started = time.perf_counter()
-        step += 1
-        torch.manual_seed(hash((hp.seed, step, RANK)))  # for layers you add, such as dropout
-        batches = micro_batches(
-            train_shards, bytes_seen // hp.seq_len, hp.effective_batch_size, hp.batch_size, hp.seed,
-            RANK, WORLD_SIZE, device)
-        # the schedule's value in the middle of the step
-        fraction = learning_rate_fraction(bytes_seen + step_bytes / 2, end, hp)
-        logged, grad_norm = training_step(
-            model, batches, optimizer, fraction, scaler, autocast, hp)
-        bytes_seen += step_bytes
-        seconds.append(time.perf_counter() - started)
-        if step % hp.log_interval == 0 or bytes_seen >= end:
-            logged = {name: mean_over_processes(z).item() for name, z in logged.items()}
-            speed = step_bytes / np.mean(seconds[1:] or seconds)  # the first one may be slow
-            seconds.clear()
-            if RANK == 0:
-                minutes = (end - bytes_seen) / speed / 60
-                write_record(log, {
-                    "step": step, "bytes": bytes_seen, **logged, "grad_norm": grad_norm,
-                    "bytes_per_second": speed, "minutes_left": minutes})
-                say(f"step {step} {bytes_seen:,} bytes | {logged['bpb']:.3f} bits/byte, "
-                    f"rate {logged['rate']:.3f}, {logged['undecided']:.0%} undecided | "
-                    f"{speed:,.0f} bytes/s, {minutes:.1f} min left")
-
-    if RANK == 0 and finished and step == first_step:
-        say(f"finished already; to go on, give more than --training_bytes={bytes_seen}")
-    elif RANK == 0:
-        program = "torchrun ... train.py" if WORLD_SIZE > 1 else "python train.py"
-        program = "python sample.py" if finished else f"{program} --resume=True"
-        say(f"ended after step {step}; go on with: {program} --out_dir={hp.out_dir}")
-    if WORLD_SIZE > 1:
-        dist.barrier()  # exiting breaks connections that other processes still use
+    stop_signals.clear()
+    for name in {"SIGINT", "SIGTERM", "SIGHUP"} & {*dir(signal)}:  # Windows has no SIGHUP
+        number = getattr(signal, name)
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, request_stop)
 
 
 def main(argv):
     """Trains as train.py does with these arguments. Raises UserError."""
     hp, saved = read_hyperparameters(argv)
-    locked = prepare.locked(hp.out_dir) if RANK == 0 else nullcontext()
-    with restored(), locked:
+    catch_signals()
+    with locked(hp.out_dir) if RANK == 0 else nullcontext():
         try:
             train(hp, saved)
         except RuntimeError as error:
             if stop_signals:  # Ctrl-C ends the compiler as well, and torch complains
                 raise KeyboardInterrupt from None
-            if isinstance(error, torch._dynamo.exc.ShortenTraceback):
-                from torch._inductor.runtime.cache_dir_utils import cache_dir  # this takes a second
-                text = str(error)
-                lines = re.findall(".*error: .*", text) or re.findall(".*Error: .*", text)
-                raise UserError(f"torch.compile: {[*lines, text][0]}; use --compile=False, or "
-                                f"remove the compiler's cache, {cache_dir()}") from error
-            raise
+            if not isinstance(error, torch._dynamo.exc.ShortenTraceback):
+                raise
+            lines = re.findall(".*[eE]rror: .*", str(error)) or [str(error)]
+            raise UserError(f"torch.compile: {lines[0]}; use --compile=False") from error
 
 
 if __name__ == "__main__":

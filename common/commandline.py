@@ -102,17 +102,18 @@ def read_command_line(argv, kind):
     For --help, prints the docstring of the program and the source of the dataclass, and exits.
     """
     given = {}
-    for argument in argv:
+    arguments = iter(argv)
+    for argument in arguments:
         if argument in ("-h", "--help"):
             say(f"{sys.modules[kind.__module__].__doc__}\n{inspect.getsource(kind)}")
             raise SystemExit
         if argument.startswith("--"):
             key, equals, value = argument[2:].partition("=")
             if not equals:
-                raise UserError(f"{argument} has no value; write {argument}=value")
+                value = next(arguments, "--")
+                if value.startswith("--"):
+                    raise UserError(f"{argument} has no value; write {argument}=value")
             given[key] = value
-        elif hasattr(kind, "start") and not os.path.exists(argument):  # of sample.py
-            raise UserError(f'there is no file {argument!r}; did you mean --start="{argument}"?')
         else:
             given |= read_file(argument)
     known = {field.name: field for field in fields(kind)}

@@ -1,4 +1,5 @@
 """Text with boundaries: the characters of a stream of bytes, and marks where tokens end."""
+import codecs
 import os
 import sys
 import unicodedata
@@ -23,22 +24,24 @@ def characters(stream):
     """Decodes a stream of (byte, a, p, ...) as UTF-8 and yields (character, a, p).
 
     A character's a says whether any of its bytes ends a token; its p is that of its last byte.
-    Invalid bytes become U+FFFD: a stray continuation byte alone, another byte with up to three
-    continuation bytes after it.
+    Invalid bytes become U+FFFD.
     """
-    text, a = b"", False
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    a, p = False, None  # of the bytes that wait for the rest of their character
     for byte, next_a, next_p, *_ in stream:
-        # text is a whole character, or this byte cannot continue it
-        stray = b"\x80" <= text[:1] < b"\xc0"
-        whole = text.decode(errors="ignore") or len(text) == 4
-        if stray or whole or text and not 128 <= byte < 192:
-            yield printable(text.decode(errors="replace")), a, p
-            text, a = b"", False
-        text += bytes([byte])
+        text = decoder.decode(bytes([byte]))
+        waiting, _ = decoder.getstate()
+        earlier = text if waiting else text[:-1]
+        if earlier:  # this byte does not continue the ones before it
+            yield "\ufffd", a, p
+            a = False
         a = a or next_a
         p = next_p
-    if text:
-        yield printable(text.decode(errors="replace")), a, p
+        if text and not waiting:
+            yield printable(text[-1]), a, p
+            a = False
+    if decoder.decode(b"", final=True):
+        yield "\ufffd", a, p
 
 
 def marked(stream):

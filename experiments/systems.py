@@ -26,33 +26,27 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from common.commandline import UserError
-from model import RMSNorm, UNet, take, token_layout
+from model import Output, RMSNorm, UNet, pick, token_layout
 
 TEMPERATURE = 0.5  # of gumbel's relaxed Bernoulli
 RATIO_WEIGHT = 0.03  # of hnet's ratio loss
 
 
 class System(UNet):
-    """What the other systems share: boundaries without a policy, and a loss of their own."""
+    """What the other systems share: no early exit, and a loss of their own.
 
-    def outputs(self, x, u):
-        """Bytes x, uniforms u (B, N) -> what the head reads (B, N, D), l and a (B, N)."""
+    Each has a forward(x, u) like Model's: bytes x and uniforms u (B, N) -> Output.
+    """
 
     def boundary_loss(self, l, a):
-        """What the system adds to L_auto, a scalar, from the l and a (B, N) that outputs returned.
-        """
+        """What the system adds to L_auto, a scalar, from the l and a (B, N) of its output."""
         return torch.zeros((), device=l.device)
 
-    def losses(self, logp, early_logp, l, a, hp):
-        """The total loss, and its terms for the log, like train.losses. early_logp is None."""
-        L_auto = -logp.mean()
-        boundary = self.boundary_loss(l, a)
+    def losses(self, out, y, hp):
+        """The total loss, and its terms for the log, like train.losses."""
+        L_auto = -self.head.logp(out.Z, y).mean()
+        boundary = self.boundary_loss(out.l, out.a)
         return L_auto + boundary, {"auto": L_auto, "boundary": boundary}
-
-    def forward(self, x, y, u):
-        """Like Model.forward, without an early exit: logp, None, l, a."""
-        Z, l, a = self.outputs(x, u)
-        return self.head.logp(Z, y), None, l, a
 
 
 class Fixed(System):
@@ -61,11 +55,11 @@ class Fixed(System):
     def rule(self, x, u):
         """Bytes x and uniforms u (B, N) -> a (B, N) bool; a[:, 0] is overwritten."""
 
-    def outputs(self, x, u):
+    def forward(self, x, u):
         a = self.rule(x, u)
         a[:, 0] = True
         l = torch.where(a, 20.0, -20.0)  # p is 1 or 0
-        return self.through_tokens(self.encode(x), a), l, a
+        return Output(self.through_tokens(self.encode(x), a), None, l, a)
 
 
 class Uniform(Fixed):
@@ -193,7 +187,7 @@ class Gumbel(System):
         nn.init.zeros_(self.boundary_mlp[2].bias)
         self.null = nn.Parameter(torch.randn(D))
 
-    def outputs(self, x, u):
+    def forward(self, x, u):
         X = self.encode(x)
         with torch.autocast(X.device.type, enabled=False):
             l = self.boundary_mlp(self.boundary_norm(X).float())[..., 0]  # (B, N)
@@ -205,12 +199,12 @@ class Gumbel(System):
         a = hard
         if self.training:
             a = hard + soft - soft.detach()  # straight-through
-        _, reads, positions, slots = token_layout(hard)
-        pooled = mean_pool(X, a.float(), positions.size(1))  # (B, M, D)
+        ends, reads = token_layout(hard)
+        pooled = mean_pool(X, a.float(), ends.size(1))  # (B, M, D)
         null = self.null.to(X.dtype).expand(len(x), 1, -1)
-        pooled = torch.cat((null, pooled[:, 1:]), dim=1).flatten(0, 1)[slots]  # (T, D)
-        tokens = self.transform(self.middle, pooled, positions, slots)
-        return self.decode(self.upsample(X, tokens, reads)), l, a
+        tokens = torch.cat((null, pooled[:, 1:]), dim=1)
+        tokens = self.transform(self.middle, tokens, ends)
+        return Output(self.decode(self.upsample(X, tokens, reads)), None, l, a)
 
     def boundary_loss(self, l, a):
         """The prior: -log Binomial(N - 1, target) at the number of boundaries, divided by N."""
@@ -246,7 +240,7 @@ class HNet(System):
         nn.init.eye_(self.k.weight)
         nn.init.zeros_(self.residual.weight)
 
-    def outputs(self, x, u):
+    def forward(self, x, u):
         X = self.encode(x)
         with torch.autocast(X.device.type, enabled=False):
             q = self.q(X.float())[:, 1:]
@@ -254,16 +248,13 @@ class HNet(System):
             p = (1 - F.cosine_similarity(q, k, dim=-1)) / 2
             p = F.pad(p, (1, 0), value=1.0)  # (B, N)
         a = p >= 0.5
-        ends, reads, positions, slots = token_layout(a)
-        tokens = take(X.flatten(0, 1), ends)  # (T, D)
-        tokens = self.transform(self.middle, tokens, positions, slots).float()
-        rows = tokens.new_zeros(positions.numel(), X.size(-1)).index_copy(0, slots, tokens)
-        rows = rows.view(*positions.shape, -1)  # (B, M, D)
-        smoothed = smooth(rows, p.gather(1, positions)).flatten(0, 1)
+        ends, reads = token_layout(a)
+        tokens = self.transform(self.middle, pick(X, ends), ends).float()  # (B, M, D)
+        smoothed = smooth(tokens, p.gather(1, ends))
         confidence = torch.where(a, p, 1 - p)
         confidence = confidence + (1 - confidence).detach()  # straight-through: its value is 1
-        Y = confidence[..., None] * take(smoothed, slots[reads]) + self.residual(X)
-        return self.decode(Y.type_as(X)), torch.logit(p, eps=1e-6), a
+        Y = confidence[..., None] * pick(smoothed, reads) + self.residual(X)
+        return Output(self.decode(Y.type_as(X)), None, torch.logit(p, eps=1e-6), a)
 
     def boundary_loss(self, l, a):
         """The ratio loss, n / (n - 1) ((n - 1) F G + (1 - F) (1 - G)), with n = 1 / target."""

@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as m
-from common.checkpoint import make_model
-from model import BOS, Block
+from common.models import make_model
+from model import BOS, VOCAB_SIZE, Block, Cache
 from train import Hyperparameters
 
 
@@ -118,10 +118,11 @@ def test_a_new_model_guesses_nearly_uniformly_and_its_p_is_the_target():
     """An output head of standard deviation 1 / sqrt(D) would cost half a nat more."""
     shape = {"embedding_dim": 256, "n_mid_layers": 1, "downsample_rate_target": 0.3}
     model = make_model(Hyperparameters(**shape)).eval()
-    logp, early_logp, l, _ = model(*some_bytes(8, 64), torch.rand(8, 64))
-    for guess in logp, early_logp:
-        assert -guess.mean().item() == pytest.approx(math.log(257), abs=0.15)
-    torch.testing.assert_close(l.sigmoid(), torch.full((8, 64), 0.3))
+    (x, y), u = some_bytes(8, 64), torch.rand(8, 64)
+    out = model(x, u)
+    for guess in model.head.logp(out.Z, y), model.early_head.logp(out.X, y):
+        assert -guess.mean().item() == pytest.approx(math.log(VOCAB_SIZE), abs=0.15)
+    torch.testing.assert_close(out.l.sigmoid(), torch.full((8, 64), 0.3))
 
 
 @pytest.mark.parametrize("N, window", [(1, 4), (3, 8), (50, 8), (64, 8), (41, 7), (20, 1), (9, 99)])
@@ -150,7 +151,7 @@ def test_window_attention_costs_time_and_memory_in_proportion_to_the_row():
 
     ratio = cost(4096) / cost(1024)
     torch.testing.assert_close(ratio, torch.full_like(ratio, 4.0), rtol=0.01, atol=0)
-    keys = 32 + 64  # of each query: its own chunk and two more
+    keys = 64 + 64  # of each query: its own chunk and the one before
     products = 2 * 3  # scores and values; forward, and two gradients each
     assert cost(1024)[0] == products * 2 * (1024 * keys * 8) * 2
 
@@ -163,9 +164,10 @@ def test_the_draw_takes_the_left_to_right_loops_decisions(w):
     p, u = torch.rand(3, N, H), torch.rand(3, N)
     p[1], u[1] = torch.randint(0, 3, (N, H)) / 2, torch.randint(0, 2, (N,))
     p[2] = 0.05 + 0.9 * (torch.arange(H) % 2)
-    a, histories = m.draw(p, u)
+    start = torch.randint(0, H, (3, 1))
+    a, histories = m.draw(p, u, start)
     for b in range(3):
-        h = 0
+        h = start[b, 0]
         for i in range(N):
             expected = bool(u[b, i] < p[b, i, h])
             assert histories[b, i] == h
@@ -180,7 +182,7 @@ def test_boundaries_are_u_below_p_with_the_softcap_in_training_only(training):
     N, w = 60, 3
     model = small_model(downsample_rate_target=0.4).train(training)
     model.policy.linear.weight.data *= 20  # well into the soft-cap
-    (x, y), u = some_bytes(4, N), torch.rand(4, N)
+    (x, _), u = some_bytes(4, N), torch.rand(4, N)
     X = model.policy.norm(model.encode(x)).double()
     W = model.policy.linear.weight.double()
     a = torch.zeros(4, N)
@@ -194,60 +196,101 @@ def test_boundaries_are_u_below_p_with_the_softcap_in_training_only(training):
         p[:, i] = torch.sigmoid(5 * torch.tanh(scaled / 5) if training else scaled)
         if i > 0:
             a[:, i] = u[:, i] < p[:, i]
-    _, _, l, drawn = model(x, y, u)
-    assert 30 < drawn.sum() < 210
-    assert torch.equal(drawn.float(), a)
-    torch.testing.assert_close(l.sigmoid().double(), p, atol=1e-5, rtol=1e-4)
+    out = model(x, u)
+    assert 30 < out.a.sum() < 210
+    assert torch.equal(out.a.float(), a)
+    torch.testing.assert_close(out.l.sigmoid().double(), p, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("output", [1, 2])
+@pytest.mark.parametrize("output", ["X", "l"])
 def test_the_policy_and_the_early_head_teach_the_encoder(output):
-    model = small_model()
-    model(*some_bytes(2, 20), torch.rand(2, 20))[output].sum().backward()
+    model, (x, _) = small_model(), some_bytes(2, 20)
+    getattr(model(x, torch.rand(2, 20)), output).sum().backward()
     assert model.down[0].mlp.up.weight.grad.norm() > 1e-3
 
 
-@pytest.mark.parametrize("rates, T, places", [
-    ([0.05, 0.2, 0.3, 0.9], 64, 160), ([0.2], 16, 16), ([0.0] * 2, 16, 16), ([1.0] * 2, 80, 80)])
-def test_the_middle_sees_a_rows_own_tokens_at_their_bytes_positions(rates, T, places, monkeypatch):
-    """Each row alone, without fillers, its rotary angles from the bytes' numbers; and gradients."""
-    monkeypatch.setattr(m, "M_MULTIPLE", 8)
+@pytest.mark.parametrize("rates, M", [([0.05, 0.2, 0.3, 0.9], 40), ([0.0] * 2, 8), ([1.0] * 2, 40)])
+def test_the_middle_sees_a_rows_own_tokens_at_their_bytes_positions(rates, M):
+    """Each row alone, without padding, its rotary angles from the bytes' numbers; and gradients."""
     model, u = small_model().eval(), torch.rand(4, 40, generator=torch.Generator().manual_seed(3))
     a = u[: len(rates)] < torch.tensor(rates)[:, None]
     a[:, 0] = True
-    assert [z.numel() for z in m.token_layout(a)[::2]] == [T, places]
+    assert m.token_layout(a)[0].size(1) == M
     X = torch.randn(*a.shape, 32, requires_grad=True)
     Z, rows = model.through_tokens(X, a), []
     for b in range(len(a)):
         at = a[b].nonzero()[:, 0]
-        tokens = model.transform(model.middle, X[b : b + 1, at], at)[0]
-        reads = torch.tensor([sum(at <= i) - 1 for i in range(40)])
-        rows.append(model.upsample(X[b], tokens, reads))
+        tokens = model.transform(model.middle, X[b : b + 1, at], at)
+        reads = torch.tensor([[sum(at <= i) - 1 for i in range(40)]])
+        rows.append(model.upsample(X[b : b + 1], tokens, reads)[0])
     expected, parameters = model.decode(torch.stack(rows)), [X, *model.middle.parameters()]
     torch.testing.assert_close(Z, expected, atol=1e-4, rtol=1e-4)
     for one, two in zip(*(torch.autograd.grad(z.sin().sum(), parameters) for z in (Z, expected))):
         torch.testing.assert_close(one, two, atol=1e-3, rtol=1e-3)
 
 
+def test_the_docstrings_example_of_the_layout_is_right():
+    a = torch.tensor([[1, 0, 1, 0, 0, 0], [1, 0, 0, 1, 0, 1]]).bool()
+    ends, reads = m.token_layout(a, multiple=1)
+    shown = dict(line.split(maxsplit=1) for line in m.token_layout.__doc__.splitlines()
+                 if line.startswith("        ") and "|" in line)
+    for name, tensor in ("a", a.int()), ("ends", ends), ("reads", reads):
+        first, second = shown[name].split("|")
+        assert tensor[0].tolist() == [*map(int, first.split())]
+        assert tensor[1].tolist() == [*map(int, second.split()[: tensor.size(1)])]
+
+
+class Doubled(torch.nn.Module):
+    """Another policy, with a hidden layer and four decisions of history."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(32, 8), torch.nn.GELU(), torch.nn.Linear(8, 16))
+
+    def forward(self, X):
+        return self.mlp(X)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", [[50], [1] * 50, [1, 20, 1, 1, 27], [20, 1, 29]])
+@pytest.mark.parametrize("w, change", [(3, "none"), (0, "none"), (4, "policy"), (1, "upsample")])
+def test_a_row_read_in_pieces_with_a_cache_is_the_full_pass(sizes, w, change):
+    """Whatever the policy and upsample."""
+    model, (x, _), u = small_model(policy_window=w).eval(), some_bytes(1, 50), torch.rand(1, 50)
+    if change == "policy":
+        model.policy = Doubled()
+    if change == "upsample":
+        model.upsample = lambda X, tokens, reads: X.tanh() + 2 * m.pick(tokens, reads)
+    cache = Cache(model)
+    pieces = [model(*piece, cache) for piece in zip(x.split(sizes, 1), u.split(sizes, 1))]
+    whole = model(x, u)
+    assert 5 < whole.a.sum() < 45
+    for name in "ZXla":
+        read = torch.cat([getattr(piece, name) for piece in pieces], dim=1)
+        torch.testing.assert_close(read, getattr(whole, name), atol=1e-4, rtol=1e-4)
+    assert cache.tokens.size(1) == whole.a.sum()
+
+
 def test_no_output_depends_on_a_later_byte_or_decision():
     model, N, at = small_model().eval(), 48, 29
-    (x, y), u = some_bytes(1, N), torch.rand(1, N)
+    (x, _), u = some_bytes(1, N), torch.rand(1, N)
     a = torch.rand(1, N) < 0.3
     a[..., 0] = True
     other_x, other_a = x.clone(), a.clone()
     other_x[:, at] = (other_x[:, at] + 1) % 256
     other_a[..., at] ^= True
-    drawn, drawn_other = model(x, y, u), model(other_x, y, u)
-    given, given_other = model(x, y, uniforms_for(a)), model(x, y, uniforms_for(other_a))
+    drawn, drawn_other = model(x, u), model(other_x, u)
+    given, given_other = model(x, uniforms_for(a)), model(x, uniforms_for(other_a))
     for one, two in (drawn, drawn_other), (given, given_other):
         for output, changed in zip(one, two):
-            torch.testing.assert_close(output[..., :at], changed[..., :at], atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(drawn[0][..., at], drawn_other[0][..., at])  # but on the present one
-    assert not torch.allclose(given[0][..., at], given_other[0][..., at])
+            torch.testing.assert_close(output[:, :at], changed[:, :at], atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(one.Z[:, at], two.Z[:, at])  # but on the present one
 
 
 @pytest.mark.paper
 def test_eq_9_adds_the_last_token_up_to_a_byte():
-    X, tokens = torch.randn(2, 5, 32), torch.randn(3, 32)
-    reads = torch.tensor([[0, 0, 1, 1, 1], [2, 2, 2, 2, 2]])
-    torch.testing.assert_close(small_model().upsample(X, tokens, reads), X + tokens[reads])
+    X, tokens = torch.randn(2, 5, 32), torch.randn(2, 3, 32)
+    reads = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 2]])
+    expected = X + torch.stack([tokens[0, reads[0]], tokens[1, reads[1]]])
+    torch.testing.assert_close(small_model().upsample(X, tokens, reads), expected)

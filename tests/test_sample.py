@@ -7,98 +7,56 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import sample
 from common.commandline import UserError
 from common.text import characters, marked
 from conftest import ROOT, run
-from model import BOS
-from test_model import small_model, some_bytes, uniforms_for
-
-
-class Doubled(torch.nn.Module):
-    """Another policy, with a hidden layer and four decisions of history."""
-
-    def __init__(self):
-        super().__init__()
-        self.mlp = torch.nn.Sequential(
-            torch.nn.Linear(32, 8), torch.nn.GELU(), torch.nn.Linear(8, 16))
-
-    def forward(self, X):
-        return self.mlp(X)
-
-
-@pytest.mark.parametrize("w, prompt, change", [
-    (3, 1, "none"), (0, 30, "none"), (4, 70, "policy"), (1, 11, "upsample")])
-def test_cached_generation_is_the_full_pass_whatever_the_policy_and_upsample(w, prompt, change):
-    model = small_model(policy_window=w).eval()
-    if change == "policy":
-        model.policy = Doubled()
-    if change == "upsample":
-        model.upsample = lambda X, tokens, reads: X.tanh() + 2 * tokens[reads]
-    x, _ = some_bytes(3, prompt)
-    steps = list(sample.generate(model, x, 60, temperature=1.5, top_k=257))
-    y, a, p, nats = (torch.stack(column, 1) for column in zip(*steps))
-    assert y.shape == (3, prompt - 1 + 60)
-    assert y.max() < BOS
-    assert torch.equal(y[:, : prompt - 1], x[:, 1:])
-    x = F.pad(y, (1, 0), value=BOS)
-    a = F.pad(a, (1, 0), value=True)
-    logp, _, _, _ = model(x[:, :-1], y, uniforms_for(a[:, :-1]))
-    torch.testing.assert_close(nats, -logp, atol=1e-4, rtol=1e-4)
-    _, _, l, _ = model(x, x, uniforms_for(a))
-    torch.testing.assert_close(p, l.sigmoid()[:, 1:], atol=1e-4, rtol=1e-4)
+from model import BOS, VOCAB_SIZE
+from test_model import small_model
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("sizes", [[50], [1] * 50, [1, 20, 1, 1, 27]])
-def test_rows_read_in_pieces_are_the_full_pass_for_the_same_uniforms(sizes):
-    model, (x, y), u = small_model().eval(), some_bytes(3, 50), torch.rand(3, 50)
-    reader = sample.Reader(model, 3)
-    pieces = zip(x.split(sizes, 1), u.split(sizes, 1))
-    a, p, logits = (torch.cat(z, 1) for z in zip(*(reader.read(*piece) for piece in pieces)))
-    logp, _, l, full_a = model(x, y, u)
-    assert torch.equal(a, full_a)
-    torch.testing.assert_close(p[:, 1:], l[:, 1:].sigmoid(), atol=1e-5, rtol=1e-5)
-    nats = F.cross_entropy(logits.mT, y, reduction="none")
-    torch.testing.assert_close(nats, -logp, atol=1e-4, rtol=1e-4)
-
-
-def test_a_generated_text_depends_on_the_draws_but_not_on_the_pieces_of_its_prompt(monkeypatch):
-    model, (x, _) = small_model().eval(), some_bytes(1, 40)
-
-    def generated():
-        torch.manual_seed(7)
-        return [[z.item() for z in step] for step in sample.generate(model, x, 40, 1.0, 50)]
-
-    at_once = generated()
-    monkeypatch.setattr(sample.Reader, "longest", 9)
-    assert torch.tensor(generated()).allclose(torch.tensor(at_once), atol=1e-4)
+@pytest.mark.parametrize("prompt", [b"", b"the quick brown fox jumps over the lazy dog"])
+def test_generation_continues_a_text_byte_for_byte_as_one_pass_over_the_whole_row_predicts(prompt):
+    model = small_model().eval()
+    torch.manual_seed(7)
+    steps = list(sample.generate(model, prompt, 60, temperature=0, top_k=50, deterministic=True))
+    text = bytes(byte for byte, _, _ in steps)
+    assert text.startswith(prompt) and len(text) == len(prompt) + 60 and len(set(text[-60:])) > 9
+    x = torch.tensor([[BOS, *text]])
+    out = model(x, torch.full(x.shape, 0.5))
+    likeliest = model.head.logits(out.Z)[0, :, :BOS].argmax(-1)
+    assert likeliest[len(prompt) : -1].tolist() == [*text[len(prompt) :]]
+    assert [a for _, a, _ in steps] == out.a[0, 1:].tolist()
+    p = torch.tensor([p for *_, p in steps])
+    torch.testing.assert_close(p, out.l[0, 1:].sigmoid(), atol=1e-4, rtol=1e-4)
 
 
 def test_generation_ends_a_token_where_a_uniform_number_is_below_p(monkeypatch):
-    model, (x, _) = small_model().eval(), some_bytes(40, 1)
-    rand, uniforms = torch.rand, []
-    monkeypatch.setattr(torch, "rand", lambda *size: uniforms.append(rand(*size)) or uniforms[-1])
-    steps = list(sample.generate(model, x, 60, 1.0, 257))
-    a, p = (torch.stack([step[k] for step in steps]) for k in (1, 2))
-    u = torch.stack([u for _, u in uniforms[1:]])  # without <bos>; the first of two draws the byte
-    assert torch.equal(a, u < p)
-    assert 100 < a.sum() < 2300
-    for _, a, p, _ in sample.generate(model, x, 20, 1.0, 257, deterministic=True):
-        assert torch.equal(a, p > 0.5)
+    model, rand, uniforms = small_model().eval(), torch.rand, []
+    monkeypatch.setattr(
+        torch, "rand", lambda *size, **on: uniforms.append(rand(*size, **on)) or uniforms[-1])
+    steps = list(sample.generate(model, b"a few bytes", 600, 1.0, 256))
+    u = torch.cat(uniforms, 1)[0, 1:]  # without that of <bos>
+    ended = [a for _, a, _ in steps]
+    assert ended == [number < p for number, (_, _, p) in zip(u.tolist(), steps)]
+    assert 50 < sum(ended) < 560
+    for _, a, p in sample.generate(model, b"", 20, 1.0, 256, deterministic=True):
+        assert a == (p > 0.5)
 
 
 def test_the_next_byte_is_one_of_the_likeliest_and_never_bos():
-    logits, v = torch.zeros(2000, 257), torch.rand(2000)
-    logits[:, BOS], logits[:, 65], logits[:, 66] = 9, 2, 1
+    torch.manual_seed(0)
+    logits = torch.zeros(4000, VOCAB_SIZE)
+    logits[:, BOS:], logits[:, 65], logits[:, 66] = 9, 2, 1
     for temperature in 0, 1e-320, 1e-38, 1e-3:
-        assert set(sample.next_byte(logits, v, temperature, 50).tolist()) == {65}
-    assert len(set(sample.next_byte(logits, v, 1.0, 300).tolist())) > 200  # more than there are
-    drawn = sample.next_byte(logits, v, 0.5, 2)  # p is proportional to e^(2 / 0.5) and e^(1 / 0.5)
-    assert torch.equal(drawn, torch.where(v < 1 / (1 + math.exp(-2)), 65, 66))
-    assert sample.next_byte(logits[:2], torch.tensor([0, 1 - 2**-24]), 1.0, 2).tolist() == [65, 66]
+        assert set(sample.next_byte(logits, temperature, 50).flatten().tolist()) == {65}
+    drawn = set(sample.next_byte(logits, 1.0, 300).flatten().tolist())  # more than there are
+    assert len(drawn) > 200 and max(drawn) < BOS
+    drawn = sample.next_byte(logits, 0.5, 2)  # p is proportional to e^(2 / 0.5) and e^(1 / 0.5)
+    assert set(drawn.flatten().tolist()) == {65, 66}
+    assert (drawn == 65).float().mean().item() == pytest.approx(1 / (1 + math.exp(-2)), abs=0.02)
 
 
 def shown(text, boundaries=()):
@@ -112,6 +70,8 @@ def test_bytes_that_are_not_utf8_are_shown_as_such():
         ("\ufffd", True, 0.05)]
     assert shown(b"\xe2\x82\xc3\xa9", {2}) == [("\ufffd", False, 0.01), ("é", True, 0.03)]
     assert shown("é".encode() + b"\x80", {1}) == [("é", True, 0.01), ("\ufffd", False, 0.02)]
+    assert shown(b"\xed\xa0a\xc3", {0, 3}) == [
+        ("\ufffd", True, 0.01), ("a", False, 0.02), ("\ufffd", True, 0.03)]
 
 
 def test_stray_continuation_bytes_are_shown_one_by_one():
@@ -141,24 +101,23 @@ def test_the_flags_reach_generation_and_the_last_line_sums_up(
         trained, tmp_path, monkeypatch, capsys):
     asked = []
 
-    def generate(model, x, *options):
-        asked.append((x.tolist(), *options, torch.rand(()).item()))
+    def generate(model, *options):
+        asked.append((*options, torch.rand(()).item()))
         for i in range(6):
-            a = torch.tensor([i % 3 == 0, False])
-            yield torch.tensor([97, 98]), a, torch.full((2,), 0.5), torch.full((2,), 3.0)
+            yield 97 + i, i % 3 == 0, 0.5
 
     monkeypatch.setattr(sample, "generate", generate)
     sample.main(["--start=~/é\udcff ", "--num_samples=2", "--max_new_bytes=7", "--temperature=0.3",
                  "--top_k=9", "--seed=11", "--deterministic=True", f"--out_dir={trained}"])
     torch.manual_seed(11)
-    prompt = [BOS, *"~/é".encode(), 255, 32]  # neither expanded nor decoded
-    assert asked == [([prompt, prompt], 7, 0.3, 9, True, torch.rand(()).item())]
+    prompt = b"~/" + "é".encode() + b"\xff "  # neither expanded nor decoded
+    assert asked == [(prompt, 7, 0.3, 9, True, torch.rand(()).item()) for _ in range(2)]
     out = capsys.readouterr().out
-    assert out.startswith(f"a│aaa│aa\n{80 * '-'}\nbbbbbb\n---")
-    assert "\n12 bytes, 4 tokens, 3.00 bytes per token, " in out  # the last ones end unmarked
+    assert out.startswith(2 * f"a│bcd│ef\n{80 * '-'}\n")
+    assert "\n12 bytes, 6 tokens, 2.00 bytes per token, " in out  # the last ones end unmarked
     (tmp_path / "prompt").write_bytes(b"a\xff")
     sample.main([f"--start=FILE:{tmp_path}/prompt", f"--out_dir={trained}"])
-    assert asked[-1][0] == [[BOS, 97, 255]]
+    assert asked[-1][0] == b"a\xff"
 
 
 @torch.no_grad()
@@ -172,8 +131,9 @@ def test_a_scored_byte_has_the_p_and_nats_of_what_was_read_so_far():
         u = torch.rand(1, 1 + len(row))
         for i, byte in enumerate(row):  # nothing later is given
             x = torch.tensor([[BOS, *row[: i + 1]]])
-            logp, _, l, a = model(x, torch.roll(x, -1, 1), u[:, : i + 2])
-            expected.append((byte, a[0, -1], l[0, -1].sigmoid(), -logp[0, -2]))
+            out = model(x, u[:, : i + 2])
+            nats = -model.head.logits(out.Z[0, -2]).log_softmax(-1)[byte]
+            expected.append((byte, out.a[0, -1], out.l[0, -1].sigmoid(), nats))
     torch.testing.assert_close(torch.tensor(scored), torch.tensor(expected), atol=1e-4, rtol=1e-4)
 
 
@@ -238,13 +198,12 @@ def test_vectors_are_what_the_decoder_adds_to_the_bytes_up_to_the_next_token(tra
     model.policy.linear.weight.data.normal_(std=50)  # make it sure
     x = torch.tensor([[BOS, *b"def main(argv):"]])
     with torch.no_grad():
-        logp, _, _, a = model(x, x, torch.full(x.shape, 0.5))
+        out = model(x, torch.full(x.shape, 0.5))
         Y = sample.vectors(model, "def main(argv):")
-        X = model.encode(x)
-        last = [int(a[0, : i + 1].sum()) - 1 for i in range(16)]  # the token that byte i reads
-        again = model.head.logp(model.decode(model.upsample(X[0], Y, torch.tensor(last))[None]), x)
+        last = [[int(out.a[0, : i + 1].sum()) - 1 for i in range(16)]]  # the token that byte i reads
+        Z = model.decode(model.upsample(out.X, Y[None], torch.tensor(last)))
     assert 3 < len(Y) < 14
-    torch.testing.assert_close(again, logp)
+    torch.testing.assert_close(Z, out.Z)
     with pytest.raises(UserError, match="seq_len=32 bytes of text, not 33"):
         sample.vectors(model, "a" * 33)
 
@@ -283,11 +242,8 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(trained):
     (["--max_new_bytes=0"], "max_new_bytes=0 must be above 0"),
     (["--seed=2**63"], "seed=9223372036854775808 must be from 0 to 2**63 - 1"),
     (["--top_k=0"], "top_k=0 must be above 0"),
-    (["--text=a", "--top_k=5", "--temperature=0"],
-     "--text generates nothing; leave out --temperature and --top_k"),
-    (["--score=a", "--num_samples=2"], "--score generates nothing; leave out --num_samples"),
     (["--max_new_bytes=1.5"], "max_new_bytes cannot be '1.5' (type int, default 300)"),
-    (["def main"], 'there is no file \'def main\'; did you mean --start="def main"?'),
+    (["def main"], "cannot read the configuration file 'def main'"),
     (["--num_samples=x"], "num_samples cannot be 'x' (type int, default 1)"),
 ])
 def test_a_mistake_on_the_command_line_is_explained(arguments, message, trained, tmp_path):
