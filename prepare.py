@@ -10,9 +10,8 @@ Documents are packed end to end, with two newlines after each. Only the last byt
 val, less than a row each, are left out. With --pack=False, the paper's rule, a row is the beginning
 of a document, and shorter documents are left out. Of copies, the first is used.
 
-Val's share is val_fraction of all bytes so far, and at least a row. A document of at most half this
-share goes to val whole if val has less than its share; a larger one gives its last rows, as many as
-val lacks.
+Each document gives its last rows to val, as many as val lacks of its share: val_fraction of all
+bytes so far, and at least a row.
 
 In folders and by wildcards, it skips hidden and unreadable files, caches, installed packages, and
 what lies in a folder with shards or a checkpoint. If it is stopped, the same command continues. It
@@ -36,11 +35,10 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from common.commandline import UserError, argument_parser, parse, run_program, say
+from common.files import locked, write_text
 
 SHARD_BYTES = 10**8  # rounded to whole rows
 LARGEST = 2**30  # bytes; of a larger file, each such piece is a document
@@ -64,7 +62,7 @@ class Options:
     input: list = None  # files, folders, globs, or - for stdin; each file is a document
     hf_path: str = ""  # a dataset of the hub, a folder, or a JSON, CSV, TSV, Parquet or Arrow file
     hf_name: str = ""  # configuration of a dataset of the hub, e.g. sample-100BT
-    split: str = "train"  # split of a dataset
+    split: str = "train"  # split of a dataset; no slice of it, such as train[:10%]
     text_column: str = "text"  # column of a dataset that holds the documents
     out_dir: str = ""  # folder of the shards; if empty, data/<dataset>
     seq_len: int = 4096  # bytes per row
@@ -96,10 +94,7 @@ def open_shards(folder, split, seq_len, notes="meta.json"):
         wanted = min(shard_bytes, total - start)
         if not os.path.exists(shard) or os.path.getsize(shard) < wanted:
             raise UserError(f"{shard} is missing or damaged; remove {folder} and start again")
-        # np.memmap would keep a file open for each of maybe thousands of shards
-        with pyarrow.memory_map(os.fsencode(shard)) as file:
-            data = np.frombuffer(file.read_buffer(wanted), np.uint8)
-        shards.append(data.reshape(-1, seq_len))
+        shards.append(np.memmap(shard, np.uint8, "r", shape=(wanted // seq_len, seq_len)))
     return shards
 
 
@@ -113,10 +108,12 @@ def has_skipped_name(path, root):
 
 
 def find_files(options, counts):
-    """The files of the input in order, and a number that changes with them. UserError."""
-    library = options.dataset == "stdlib"
+    """The files of the input, sorted, and a number that changes if they do. Raises UserError."""
+    roots, pattern = options.input, "*"
+    if options.dataset == "stdlib":
+        roots, pattern = [sysconfig.get_path("stdlib")], "*.py"
     paths = {}
-    for root in [sysconfig.get_path("stdlib")] if library else options.input:
+    for root in roots:
         root = Path("/dev/stdin" if root == "-" else os.path.abspath(root))
         found = [root] if root.exists() else [*map(Path, glob.glob(str(root), recursive=True))]
         if not found:
@@ -132,13 +129,12 @@ def find_files(options, counts):
                 paths[real] = path
                 if path.is_dir():
                     found += sorted(path.iterdir())
-    files = sorted(path for path in paths.values()
-                   if path.match("*.py" if library else "*") and not path.is_dir())
+    files = sorted(path for path in paths.values() if path.match(pattern) and not path.is_dir())
     return files, zlib.crc32(repr([(path, path.stat().st_mtime) for path in files]).encode())
 
 
 def read_files(files, options, state):
-    """Yields documents, each with a bookmark: where to go on after it."""
+    """Yields documents, bytes, each with a bookmark: where to go on after it."""
     first, offset = state["bookmark"] or (0, 0)
     for index in range(first, len(files)):
         with open(files[index], "rb") as file:
@@ -157,36 +153,38 @@ def read_files(files, options, state):
 def one_line(options):
     """Turns what `datasets` and the libraries below it raise into an error of one line.
 
-    UserError if the data may be wrong, and OSError if not: mostly it is the network.
+    UserError if the data may be wrong; else OSError, so that the user tries again.
     """
     try:
         yield
     except Exception as error:
         if getattr(error, "errno", None):
-            raise  # the operating system's: the data may be right
-        path, split = options.hf_path, options.split
-        in_data = os.path.exists(path) or isinstance(error, (ValueError, FileNotFoundError))
-        kind = UserError if in_data else OSError
-        raise kind(f"cannot read --text_column={options.text_column} --split={split} of {path}: "
-                   f"{str(error) or 'no records'}{' (slices are not supported)' * ('[' in split)}")
+            raise  # the operating system's, not about the data
+        line = (f"cannot read --text_column={options.text_column} --split={options.split} of "
+                f"{options.hf_path}: {str(error) or 'no records'}")
+        if os.path.exists(options.hf_path) or isinstance(error, (ValueError, FileNotFoundError)):
+            raise UserError(line)
+        raise OSError(line)  # mostly it is the network
 
 
 def find_dataset(options, counts):
-    """A Hugging Face dataset's builder, and a text that changes with its files. UserError."""
+    """A Hugging Face dataset's builder, and a text that changes if its files do. See one_line."""
     import datasets  # here because it takes seconds
     path = options.hf_path
     suffix = not os.path.isdir(path) and SUFFIX.match(path)
     if os.path.isfile(path) and not suffix:
         raise UserError(f"--hf_path={path} has none of the suffixes {', '.join(KINDS)}; to read it "
                         f"as text, use --dataset=files --input={path}")
-    how = KINDS[suffix[1].lower()] | {"data_files": glob.escape(path)} if suffix else {"path": path}
+    how = {"path": path}
+    if suffix:
+        how = KINDS[suffix[1].lower()] | {"data_files": glob.escape(path)}
     with one_line(options):
         builder = datasets.load_dataset_builder(**how, name=options.hf_name or None)
     return builder, f"{builder.config_id} {builder.hash}"
 
 
 def read_dataset(builder, options, state):
-    """Yields what read_files yields, of a Hugging Face dataset."""
+    """Yields what read_files yields, of a Hugging Face dataset. See one_line for its errors."""
     import pyarrow.dataset  # here because it imports pandas
     path, column, counts = options.hf_path, options.text_column, state["counts"]
     config = builder.config
@@ -214,36 +212,8 @@ def read_dataset(builder, options, state):
 
 
 # ---- The output.
-@contextmanager
-def locked(folder):
-    """Locks a folder, or raises UserError if another run holds it.
-
-    Makes the folder if it does not exist; if it is still empty at the end, removes it again.
-    """
-    new = not os.path.exists(folder)
-    try:
-        with FileLock(f"{folder}/.lock", timeout=0):
-            try:
-                yield
-            finally:
-                if new and os.path.exists(folder) and os.listdir(folder) == [".lock"]:
-                    Path(folder, ".lock").unlink()
-                    Path(folder).rmdir()
-    except Timeout:
-        raise UserError(f"another process is writing to {folder}; wait, or use another folder")
-
-
-def write_json(path, state):
-    """Writes the state to a file, completely or not at all."""
-    part = Path(f"{path}.part")
-    part.write_text(json.dumps(state))
-    part.replace(path)
-
-
 def append(folder, split, state, data):
     """Writes a document's bytes, a memoryview, and the separator at the end of a split."""
-    if not data:
-        return
     shard_bytes = state["options"]["shard_bytes"]
     state[split]["documents"] += 1
     for part in data, memoryview(state["options"]["separator"].encode()):
@@ -256,22 +226,8 @@ def append(folder, split, state, data):
             part = part[written:]
 
 
-def val_part(size, train, val, options):
-    """How many of a document's bytes go to val, its last ones, by the rule in the help.
-
-    size is the document's, train and val are the splits' before it, all in bytes.
-    """
-    def share(total):
-        return max(options.val_fraction * total, options.seq_len)
-
-    if size <= share(train + val) / 2:  # without the document, or long ones would be preferred
-        return size if val < share(train + val) else 0
-    lacks = share(train + val + size) - val  # with it, for it may be the only one
-    return min(max(math.ceil(lacks / options.seq_len), 0) * options.seq_len, size)
-
-
 def begin_or_continue(out_dir, recorded, counts):
-    """The state from which to go on. UserError: the folder holds something else, or damage."""
+    """The state from which to go on. UserError if the folder is damaged or was made otherwise."""
     state = {"options": recorded, "counts": counts, "left_out_bytes": 0, "bookmark": None,
              "seen": [], "train": {"bytes": 0, "documents": 0}, "val": {"bytes": 0, "documents": 0}}
     for name in "progress.json", "meta.json":
@@ -293,7 +249,7 @@ def begin_or_continue(out_dir, recorded, counts):
 
 
 def prepare(out_dir, options):
-    """Makes the set in out_dir, or continues where an earlier run stopped."""
+    """Makes the set in out_dir, or continues where a run stopped. Raises UserError or OSError."""
     meta, progress = out_dir / "meta.json", out_dir / "progress.json"
     seq_len, counts = options.seq_len, Counter()
     find, read = (find_dataset, read_dataset) if options.hf_path else (find_files, read_files)
@@ -311,13 +267,15 @@ def prepare(out_dir, options):
     train, val = state["train"], state["val"]
     seen = set(state["seen"])  # hashes of the documents used
     least, most = (1, sys.maxsize) if options.pack else (seq_len, seq_len)
+    # a document in both splits takes two separators
     limit = (options.max_bytes or sys.maxsize) - 2 * len(recorded["separator"])
     total = saved = train["bytes"] + val["bytes"]
     with tqdm(total=options.max_bytes or None, initial=total, unit="B", unit_scale=True,
               disable=None) as bar:  # None: no bar if stderr is not a terminal
-        for document, state["bookmark"] in read(found, options, state):
+        for document, bookmark in read(found, options, state):
             if limit - total < least:
                 break
+            state["bookmark"] = bookmark
             used = memoryview(document)[: min(most, limit - total)]
             digest = hashlib.blake2b(used, digest_size=8).hexdigest()
             if len(used) < least:
@@ -327,28 +285,29 @@ def prepare(out_dir, options):
             else:
                 seen.add(digest)
                 state["left_out_bytes"] += len(document) - len(used)
-                cut = len(used) - val_part(len(used), train["bytes"], val["bytes"], options)
-                append(out_dir, "train", state, used[:cut])
-                append(out_dir, "val", state, used[cut:])
+                share = max(options.val_fraction * (total + len(used)), seq_len)
+                lacks = math.ceil((share - val["bytes"]) / seq_len) * seq_len  # whole rows
+                cut = len(used) - min(max(lacks, 0), len(used))
+                for split, part in ("train", used[:cut]), ("val", used[cut:]):
+                    if part:
+                        append(out_dir, split, state, part)
                 total = train["bytes"] + val["bytes"]
                 bar.update(total - bar.n)
             if total - saved >= recorded["shard_bytes"]:
-                write_json(progress, state | {"seen": [*seen]})
+                write_text(progress, json.dumps(state | {"seen": [*seen]}))
                 saved = total
 
     for split in train, val:  # the shards keep the remainder, but nobody reads it
-        remainder = split["bytes"] % seq_len
-        split["bytes"] -= remainder
-        state["left_out_bytes"] += remainder
+        state["left_out_bytes"] += split["bytes"] % seq_len
+        split["bytes"] -= split["bytes"] % seq_len
     said = ", ".join(f"{n} {what}" for what, n in counts.items() if n) or "all used"
     if not train["bytes"] or not val["bytes"]:
-        for name in "train_0*.bin", "val_0*.bin", "progress.json":
-            for path in out_dir.glob(name):
-                path.unlink()
+        for path in [*out_dir.glob("train_0*.bin"), *out_dir.glob("val_0*.bin"), progress]:
+            path.unlink(missing_ok=True)
         raise UserError(f"too little text for a row of --seq_len={seq_len} bytes in train and in "
                         f"val (--pack={options.pack}; {said}); give more text, a smaller --seq_len "
                         "or a larger --max_bytes")
-    write_json(meta, state | {"bookmark": None, "seen": []})
+    write_text(meta, json.dumps(state | {"bookmark": None, "seen": []}))
     progress.unlink(missing_ok=True)
     say(f"{out_dir}: {train['bytes']:,} bytes of {train['documents']:,} documents for training, "
         f"{val['bytes']:,} of {val['documents']:,} for validation "
@@ -358,7 +317,7 @@ def prepare(out_dir, options):
 
 
 def main(argv=None):
-    """Runs the command line. A mistake, or a failing disk, is a UserError."""
+    """Runs the command line. Raises UserError, also if the disk or the network fails."""
     parser = argument_parser(f"{__doc__}\n{inspect.getsource(Options)}")
     parser.argument_default = argparse.SUPPRESS  # an option not given is absent
     for field in fields(Options):
@@ -379,7 +338,8 @@ def main(argv=None):
     for name, least in ("seq_len", 1), ("max_bytes", 0):
         if given.get(name, least) < least:
             raise UserError(f"--{name}={given[name]} must be at least {least}")
-    out_dir = Path(options.out_dir or f"data/{dataset}")
+    options.hf_path = os.path.expanduser(options.hf_path)
+    out_dir = Path(os.path.expanduser(options.out_dir or f"data/{dataset}"))
     if out_dir.resolve() in [Path(path).resolve() for path in options.input or []]:
         raise UserError(f"--out_dir={out_dir} is also an --input; use another folder")
     try:

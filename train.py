@@ -495,7 +495,8 @@ def main(argv):
                 raise KeyboardInterrupt from None
             if not isinstance(error, torch._dynamo.exc.ShortenTraceback):
                 raise
-            lines = re.findall(".*[eE]rror: .*", str(error)) or [str(error)]
+            text = str(error)
+            lines = [*re.findall(".*error: .*", text), *re.findall(".*Error: .*", text), text]
             raise UserError(f"torch.compile: {lines[0]}; use --compile=False") from error
 
 

@@ -12,7 +12,6 @@ num_heads = 8
 n_mid_layers = 4
 downsample_rate_target = 1 / 4
 learning_rate = 3e-3
-policy_learning_rate = 3e-3
 effective_batch_size = 64
 warmup_bytes = 110_000_000
 training_bytes = 1_500_000_000

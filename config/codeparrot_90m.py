@@ -7,6 +7,5 @@ data = "data/codeparrot"
 out_dir = "out-codeparrot-90m"
 n_mid_layers = 6
 learning_rate = 2e-3
-policy_learning_rate = 2e-3
 warmup_bytes = 250_000_000
 training_bytes = 3_400_000_000

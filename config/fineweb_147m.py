@@ -21,7 +21,6 @@ lambda_early = 1e-1
 learning_rate = 1.5e-3
 cosine = True
 muon_learning_rate = 0.0  # AdamW trains all, as in the paper
-policy_learning_rate = 1.5e-3
 effective_batch_size = 128
 batch_size = 16  # 34 GB; eq. 17 averages over all 128 rows on 8 GPUs
 warmup_bytes = 450_000_000

@@ -12,8 +12,8 @@ import torch
 
 import sample
 import train
-from common.checkpoint import device_and_dtype
 from common.commandline import UserError, read_command_line, run_program
+from common.device import device_and_dtype
 from common.text import marked
 from conftest import ROOT, run
 
@@ -38,7 +38,8 @@ def test_flags_override_the_file_and_the_file_the_defaults(tmp_path):
     assert read(config, "--gamma=0.25", "--training_bytes=6e9", "--policy_scale=1/2") == {
         "gamma": 0.25, "warmup_bytes": 5, "downsample_rate_target": 0.25,
         "training_bytes": 6_000_000_000, "policy_scale": 0.5}
-    assert read("--gamma=0.25", config)["gamma"] == 0.5
+    assert read("--gamma", "0.25", "--seed", "5", config) == {
+        "gamma": 0.5, "seed": 5, "warmup_bytes": 5, "downsample_rate_target": 0.25}
 
 
 def test_a_configuration_files_own_names_are_no_hyperparameters(tmp_path):
@@ -101,6 +102,7 @@ def test_the_rows_of_a_training_step_must_divide_over_all_processes(monkeypatch,
     ("--lr=1", "unknown name 'lr'; try learning_rate"),
     ("--block_size=512", "unknown name 'block_size'; try seq_len"),
     ("--resume", "--resume has no value; write --resume=value"),
+    ("--resume --seed=5", "--resume has no value; write --resume=value"),
     ("--gamma=", "gamma cannot be '' (type float, "),
     ("--out_dir=", "out_dir cannot be '' (type str, default 'out')"),
     ("no/such/config.py", "cannot read the configuration file 'no/such/config.py'"),

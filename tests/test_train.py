@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train
-from common.checkpoint import load_model, make_model
 from common.commandline import UserError, read_command_line
+from common.models import load_model, make_model
 from conftest import ROOT, TINY
-from model import BOS, UNet
+from model import BOS, Output, UNet
 from prepare import open_shards
 from test_model import small_model, some_bytes, uniforms_for
 
@@ -61,11 +61,10 @@ def test_training_steps_are_those_of_the_written_equations(quick, data, tmp_path
     """Six steps of 8 rows in two micro-batches, against a loop that shares only the model.
 
     Covers row order, draws, eq. 15-18 and 24-27, clipping, AdamW, Muon and what they decay,
-    warm-up, the policy's own learning rate, and what is logged. A cosine goes without Muon, as in
-    the paper.
+    warm-up, and what is logged. A cosine goes without Muon, as in the paper.
     """
     N, rows_per_step, steps, seed = 32, 8, 6, 7
-    lr, policy_lr, decay = 1e-2, 0.05, 0.5
+    lr, decay = 1e-2, 0.5
     muon_lr, clip = (0.04, 100.0) if quick else (0.0, 0.3)  # clipping matters once
     lambda_pi, lambda_target, lambda_early, gamma, target = 0.3, 0.2, 0.1, 0.9, 0.2
     total = steps * rows_per_step * N
@@ -78,7 +77,7 @@ def test_training_steps_are_those_of_the_written_equations(quick, data, tmp_path
         f"--training_bytes={total - 99}",
         f"--learning_rate={lr}", f"--warmup_bytes={warmup}", f"--muon_learning_rate={muon_lr}",
         f"--cosine={not quick}",
-        f"--policy_learning_rate={policy_lr}", f"--weight_decay={decay}", f"--grad_clip={clip}"])
+        f"--weight_decay={decay}", f"--grad_clip={clip}"])
     trained, _ = load_model(tmp_path / "ckpt.pt")
     reached = dict(trained.named_parameters())
     logged = [record for record in log_of(tmp_path) if "auto" in record]
@@ -131,12 +130,11 @@ def test_training_steps_are_those_of_the_written_equations(quick, data, tmp_path
             parts = {
                 "auto": L_auto, "early": L_early, "pi": L_pi, "target": L_tgt,
                 "bpb": L_auto / math.log(2), "rate": a.float().mean(),
-                "undecided": (p * (1 - p)).mean() / (target * (1 - target)),
-                # the rest, as most of it is removed
-                "variance_left": A.var() / (logp.detach() @ discount.T).var()}
+                "entropy": -(p * p.log2() + (1 - p) * (1 - p).log2()).mean(),
+                # the rest, as it is nearly everything
+                "unexplained": (logp - early_logp).var() / logp.var()}
             expected.update({name: value.item() / 2 for name, value in parts.items()})
-        record = logged[step - 1] | {"variance_left": 1 - logged[step - 1]["variance_removed"]}
-        assert record["variance_left"] == pytest.approx(expected.pop("variance_left"), rel=1e-2)
+        record = logged[step - 1] | {"unexplained": 1 - logged[step - 1]["explained_variance"]}
         for name, value in expected.items():
             assert record[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
         model.zero_grad()
@@ -161,14 +159,11 @@ def test_training_steps_are_those_of_the_written_equations(quick, data, tmp_path
                     continue
                 m[name] = 0.9 * m[name] + 0.1 * g
                 v[name] = 0.999 * v[name] + 0.001 * g**2
-                lr_now = lr * scale
-                if name == "policy.linear.weight":
-                    lr_now = policy_lr * scale
-                elif p.dim() == 2:
-                    p *= 1 - lr_now * decay
+                if p.dim() == 2 and name != "policy.linear.weight":
+                    p *= 1 - lr * scale * decay
                 m_hat = m[name] / (1 - 0.9**step)
                 v_hat = v[name] / (1 - 0.999**step)
-                p -= lr_now * m_hat / (v_hat.sqrt() + 1e-8)
+                p -= lr * scale * m_hat / (v_hat.sqrt() + 1e-8)
     assert model.policy.linear.weight.abs().max() > 5e-3
     for name, p in model.named_parameters():
         error = (reached[name] - p).norm() / (p - initial[name]).norm()
@@ -188,9 +183,8 @@ def test_the_policy_loss_has_the_gradient_of_the_expected_loss_on_average(B):
     possible = torch.tensor([[1, 0, 0], [1, 0, 1], [1, 1, 0], [1, 1, 1]], dtype=torch.bool)
 
     def passes(a):
-        logp, early_logp, l, a = model(x[: len(a)], y[: len(a)], uniforms_for(a))
-        pi = F.logsigmoid(torch.where(a, l, -l))[:, 1:].sum(1).exp()  # of each draw
-        return logp.detach(), early_logp, l, a, pi
+        out = model(x[: len(a)], uniforms_for(a))
+        return out, F.logsigmoid(torch.where(a, out.l, -out.l))[:, 1:].sum(1).exp()  # pi of each
 
     def gradient(loss):
         return torch.autograd.grad(loss, model.policy.linear.weight)[0]
@@ -198,21 +192,21 @@ def test_the_policy_loss_has_the_gradient_of_the_expected_loss_on_average(B):
     hp = train.Hyperparameters(gamma=1.0)
     expected = 0
     for numbers in itertools.product(range(4), repeat=B):
-        *outputs, pi = passes(possible[list(numbers)])
-        _, terms = train.losses(*outputs, hp)
+        out, pi = passes(possible[list(numbers)])
+        _, terms = train.losses(model, out, y[:B], hp)
         expected = expected + pi.prod().detach() * gradient(terms["pi"])
     exact = 0
     for a in possible:
-        logp, _, _, _, pi = passes(a[None])
-        exact = exact + gradient(-pi[0] * logp[0].mean())
+        out, pi = passes(a[None])
+        exact = exact + gradient(-pi[0] * model.head.logp(out.Z, y[:1]).mean().detach())
     assert exact.norm() > 1e-3
     torch.testing.assert_close(expected, (1 - 1 / B) * exact, atol=2e-6, rtol=1e-3)
 
 
 def test_the_forced_position_teaches_the_policy_nothing():
-    l = torch.randn(6, 5, requires_grad=True)
-    _, terms = train.losses(torch.randn(6, 5), torch.randn(6, 5), l, torch.ones(6, 5),
-                            train.Hyperparameters())
+    model, l = small_model(), torch.randn(6, 5, requires_grad=True)
+    out = Output(torch.randn(6, 5, 32), torch.randn(6, 5, 32), l, torch.ones(6, 5))
+    _, terms = train.losses(model, out, some_bytes(6, 5)[1], train.Hyperparameters())
     terms["pi"].backward()
     assert not l.grad[:, 0].any()
     assert l.grad[:, 1:].all()
@@ -251,9 +245,9 @@ def test_every_epoch_reads_every_row_once_in_its_own_order_on_any_number_of_proc
 def error_of_moments(one, other):
     """The largest relative error between two checkpoints' running means of gradients."""
     errors = []
-    for number, values in one["optimizer_state"].items():
+    for number, values in one["optimizer"].items():
         for key in {"momentum", "exp_avg"} & values.keys():
-            mean, other_mean = values[key], other["optimizer_state"][number][key]
+            mean, other_mean = values[key], other["optimizer"][number][key]
             errors.append((other_mean - mean).norm() / mean.norm())
     return max(errors)
 
@@ -294,7 +288,7 @@ def test_a_training_step_does_not_depend_on_the_number_of_processes(data, tmp_pa
     logs = [[record for record in steps_of(tmp_path / name) if "auto" in record]
             for name in ("whole", "processes")]
     for one, other in zip(*logs, strict=True):
-        del one["variance_removed"], other["variance_removed"]  # of the rows of one process
+        del one["explained_variance"], other["explained_variance"]  # of the rows of one process
         assert other == pytest.approx(one, rel=1e-3, abs=1e-4)
     assert error_of_moments(whole, trained("passes", "--batch_size=2")) > 1e-2  # eq. 17 and 24
     whole = trained("uniform", "--batch_size=8", "--system=uniform")
@@ -312,14 +306,15 @@ def test_a_training_step_is_compiled_once_though_the_tokens_vary_and_serves_eval
     for i, rate in enumerate([0.3, 0.1, 0.9, 0.5, 1.0, 0.0, 0.7]):
         a = torch.rand(2, 64, generator=torch.Generator().manual_seed(i)) < rate
         a[:, 0] = True
-        expected = model(x, y, uniforms_for(a))
-        outputs = compiled(x, y, uniforms_for(a))
-        (outputs[0].sum() + outputs[2].sum()).backward()
-        torch.testing.assert_close(outputs[0], expected[0], atol=1e-4, rtol=1e-4)
+        expected = model(x, uniforms_for(a))
+        out = compiled(x, uniforms_for(a))
+        (compiled.head.logp(out.Z, y).sum() + out.l.sum()).backward()
+        torch.testing.assert_close(out.Z, expected.Z, atol=1e-4, rtol=1e-4)
         graphs.append(counter.frame_count)
     # byte layers, token layers, head and policy
     assert graphs[0] == graphs[-1] == 4
-    train.evaluate(compiled, [y.byte().numpy()], 2, 2, torch.autocast("cpu", enabled=False))
+    hp = train.Hyperparameters(seq_len=64)
+    train.evaluate(compiled, [y.byte().numpy()], hp, torch.autocast("cpu", enabled=False))
     assert counter.frame_count == 5  # the policy again, without its soft-cap
 
 
@@ -397,10 +392,12 @@ def test_each_process_has_a_gpu_of_its_own_and_apples_do_not_compile(
     monkeypatch.setattr(train, "device_and_dtype", lambda *_: (device, "float32"))
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: model)
-    monkeypatch.setattr(train, "set_up_torch", lambda *_: None)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: None)
     monkeypatch.setattr(torch.amp, "GradScaler", lambda *_, **__: None)
+    monkeypatch.setattr(train, "evaluate", lambda *_: {"val_bpb": math.nan})
+    monkeypatch.setattr(train, "write_evaluation", lambda *_: None)
     monkeypatch.setattr(train, "compile_model", lambda model: calls.append("compiled"))
-    monkeypatch.setattr(train, "make_optimizer", stop)
+    monkeypatch.setattr(train, "micro_batches", stop)
     with pytest.raises(InterruptedError):
         train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}", "--compile=True"])
     assert calls == {"cuda": [3, "compiled"], "mps": []}[device]
@@ -409,9 +406,9 @@ def test_each_process_has_a_gpu_of_its_own_and_apples_do_not_compile(
 def test_layers_that_draw_do_so_anew_in_every_step_and_process(data, tmp_path, monkeypatch):
     seeds, micro_batches = [], train.micro_batches
 
-    def spy(*arguments):
+    def spy(*arguments, **device):
         seeds.append(torch.initial_seed())
-        return micro_batches(*arguments)
+        return micro_batches(*arguments, **device)
 
     monkeypatch.setattr(train, "micro_batches", spy)
     for rank in 1, 2:
@@ -445,8 +442,7 @@ def test_a_failing_compiler_is_quoted_on_one_line(data, tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "fatal error: y.h is missing; use --compile=False, or remove" in done.stderr
-    assert str(tmp_path / "cache") in done.stderr
+    assert "fatal error: y.h is missing; use --compile=False" in done.stderr
 
 
 def test_compile_reaches_the_model_on_the_cpu(data, tmp_path, monkeypatch):
@@ -471,36 +467,36 @@ def test_the_metrics_of_an_evaluation_are_those_of_a_plain_count(data):
     model, shards = small_model(seq_len=32), open_shards(data, "val", 32)
     rows = np.concatenate(shards)
     assert len(rows) % 11
-    autocast = torch.autocast("cpu", enabled=False)
-    metrics, read, decided, p = train.evaluate(model, shards, 10**6, 11, autocast)
+    hp = train.Hyperparameters(seq_len=32, batch_size=11, eval_rows=10**6)
+    record = train.evaluate(model, shards, hp, torch.autocast("cpu", enabled=False))
     assert model.training
     model.eval()
     order = np.random.default_rng([0, 0]).permutation(len(rows))
     u = np.random.default_rng([0, 0, 1]).random((len(rows), 32), np.float32)
-    bits, tokens, ends = [], 0, []
+    bits, tokens, ends, lines = [], 0, [], []
     for number, row_u in zip(order, u):
         row = rows[number].tolist()
-        x, y = torch.tensor([[BOS, *row[:-1]]]), torch.tensor([row])
-        logp, _, l, a = model(x, y, torch.from_numpy(row_u)[None])
-        decisions = a[0].tolist()
-        assert read[len(bits)].tolist() == [BOS, *row[:-1]]
-        assert decided[len(bits)].tolist() == decisions
-        torch.testing.assert_close(p[len(bits)], l[0].sigmoid(), atol=1e-4, rtol=1e-4)
-        bits.append(-logp[0].sum().item() / math.log(2) / 32)
+        x = torch.tensor([[BOS, *row[:-1]]])
+        out = model(x, torch.from_numpy(row_u)[None])
+        logp = model.head.logits(out.Z[0]).log_softmax(-1)[range(32), row]
+        decisions = out.a[0].tolist()
+        lines.append([*zip(row[:-1], decisions[1:], out.l[0, 1:].sigmoid().tolist())])
+        bits.append(-logp.sum().item() / math.log(2) / 32)
         tokens += sum(decisions)
         ends += [chr(byte) for byte, end in zip(row[:-1], decisions[1:]) if end]
-    assert metrics == pytest.approx({
-        "val_bpb": sum(bits) / len(rows), "val_rate": tokens / (len(rows) * 32)}, rel=1e-4)
-    outside = sum(end in " \n" for end in ends) / len(ends)
-    assert train.share_outside_words(read, decided) == pytest.approx(outside)
+    torch.testing.assert_close(
+        torch.tensor(record.pop("line")), torch.tensor(lines[0]), atol=1e-4, rtol=1e-4)
+    assert record == pytest.approx({
+        "val_bpb": sum(bits) / len(rows), "val_rate": tokens / (len(rows) * 32),
+        "outside": sum(end in " \n" for end in ends) / len(ends)}, rel=1e-4)
 
 
 def share_outside_words(text, ends):
     """Of a text of which tokens end after these characters, numbered from 0."""
-    last = [len(text[: i + 1].encode()) for i in ends]
-    a = torch.zeros(1, 1 + len(text.encode()), dtype=torch.bool)
+    last = [len(text[: i + 1].encode()) - 1 for i in ends]
+    a = torch.zeros(1, len(text.encode()), dtype=torch.bool)
     a[0, last] = True
-    return train.share_outside_words(torch.tensor([[BOS, *text.encode()]]), a)
+    return train.share_outside_words(torch.tensor([[*text.encode()]]), a)
 
 
 def test_tokens_that_end_outside_words_are_counted_in_characters_of_any_alphabet():
@@ -509,8 +505,8 @@ def test_tokens_that_end_outside_words_are_counted_in_characters_of_any_alphabet
     for word in "कि", "e\u0301", "ที่", "tie\u0302\u0301ng", "שָׁלוֹם":
         assert share_outside_words(word + " " + word, range(2 * len(word) + 1)) == pytest.approx(
             1 / (2 * len(word) + 1))
-    two = torch.tensor([[False, True, True, False]])  # ’ has three bytes; a token ends at two
-    assert train.share_outside_words(torch.tensor([[BOS, *"’".encode()]]), two) == 1
+    two = torch.tensor([[True, True, False]])  # ’ has three bytes; a token ends at two
+    assert train.share_outside_words(torch.tensor([[*"’".encode()]]), two) == 1
 
 
 def test_a_log_line_shows_the_loss_in_bits_and_the_speed_since_the_last_line(
@@ -524,9 +520,9 @@ def test_a_log_line_shows_the_loss_in_bits_and_the_speed_since_the_last_line(
     train.main([*TINY, f"--data={data}", f"--out_dir={tmp_path}", "--batch_size=2",
                 "--log_interval=2", f"--training_bytes={5 * STEP}"])
     log = log_of(tmp_path)
-    assert [record["step"] for record in log if "val_bpb" in record] == [0, 1, 2, 4, 5]
+    assert [record["step"] for record in log if "val_bpb" in record] == [0, 4, 5]
     steps = [record for record in log if "auto" in record]
-    lines = [line for line in capsys.readouterr().out.splitlines() if "undecided" in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "entropy" in line]
     for record, line, mean_seconds in zip(steps, lines, (2, 4, 5), strict=True):
         speed = STEP / mean_seconds
         assert record["bytes"] == record["step"] * STEP
@@ -534,7 +530,8 @@ def test_a_log_line_shows_the_loss_in_bits_and_the_speed_since_the_last_line(
         assert line.startswith(f"step {record['step']} {record['bytes']} bytes | "
                                f"{record['auto'] / math.log(2):.3f} bits/byte, ")
         minutes = (5 - record["step"]) * mean_seconds / 60
-        assert line.endswith(f" undecided | {speed:.0f} bytes/s, {minutes:.1f} min left")
+        assert line.endswith(f" {record['entropy']:.2f} bits | {speed:.0f} bytes/s, "
+                             f"{minutes:.1f} min left")
 
 
 def test_a_log_begins_with_the_commit_versions_data_and_hyperparameters(trained, data):
@@ -599,27 +596,6 @@ def test_a_part_that_is_frozen_or_unused_stays_as_it_is_and_the_rest_learns(
         assert torch.equal(before[name], after[name]) == still, name
 
 
-def test_main_leaves_a_program_as_it_was_and_runs_in_a_thread(data, tmp_path, monkeypatch):
-    """Twice in the same folder, which is removed in between."""
-    def settings():
-        return (torch.are_deterministic_algorithms_enabled(), signal.getsignal(signal.SIGINT),
-                torch.get_float32_matmul_precision(),
-                torch.utils.deterministic.fill_uninitialized_memory)
-
-    before, failures = settings(), []
-    monkeypatch.setattr(threading, "excepthook", failures.append)
-    flags = [*TINY, f"--data={data}", f"--out_dir={tmp_path}/out", "--training_bytes=1"]
-    for _ in range(2):
-        train.main(flags)
-        assert settings() == before
-        shutil.rmtree(tmp_path / "out")
-    thread = threading.Thread(target=train.main, args=[flags])
-    thread.start()
-    thread.join()
-    assert not failures
-    assert (tmp_path / "out/ckpt.pt").exists()
-
-
 def test_without_experiments_it_trains_resumes_samples_and_scores(data, tmp_path):
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
@@ -636,13 +612,13 @@ sample.main([out, "--text=the quick"])
     subprocess.run(command, cwd=tmp_path, check=True)
 
 
-@pytest.mark.parametrize("function, call, step", [("losses", 6, 6), ("make_optimizer", 1, 0)])
+@pytest.mark.parametrize("function, call, step", [("losses", 6, 6), ("make_optimizer", 1, 1)])
 def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(
         function, call, step, data, tmp_path, monkeypatch, capsys):
     """In float16, which has a GradScaler, and with dropout; test_kill.py does it in float32."""
     encode = UNet.encode
     monkeypatch.setattr(
-        UNet, "encode", lambda model, x: F.dropout(encode(model, x), 0.1, model.training))
+        UNet, "encode", lambda model, *x: F.dropout(encode(model, *x), 0.1, model.training))
     flags = [*TINY, f"--data={data}", "--dtype=float16", f"--training_bytes={24 * STEP}"]
     train.main([*flags, f"--out_dir={tmp_path}/whole"])
     original, calls = getattr(train, function), itertools.count(1)
@@ -657,8 +633,6 @@ def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(
         train.main([*flags, f"--out_dir={tmp_path}/out"])
     hint = f"after step {step}; go on with: python train.py --resume=True --out_dir={tmp_path}/out"
     assert f"{hint}\n" in capsys.readouterr().out
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     assert torch.load(tmp_path / "out/ckpt.pt")["step"] == step
     train.main(["--resume=True", f"--out_dir={tmp_path}/out"])
     assert steps_of(tmp_path / "out") == steps_of(tmp_path / "whole")
@@ -722,10 +696,10 @@ def test_a_run_resumes_at_its_next_row_with_another_batch_size(trained, tmp_path
     shutil.copytree(trained, tmp_path / "out")
     micro_batches, first_rows = train.micro_batches, []
 
-    def spy(shards, first_row, rows, batch_size, seed, *where):
-        if seed:  # it is 0 in evaluations
+    def spy(shards, first_row, *others, **device):
+        if not device:  # evaluations give nothing else
             first_rows.append(first_row)
-        return micro_batches(shards, first_row, rows, batch_size, seed, *where)
+        return micro_batches(shards, first_row, *others, **device)
 
     monkeypatch.setattr(train, "micro_batches", spy)
     train.main([f"--out_dir={tmp_path}/out", "--resume=True", "--effective_batch_size=20",
@@ -735,25 +709,10 @@ def test_a_run_resumes_at_its_next_row_with_another_batch_size(trained, tmp_path
     assert (last_step["bytes"], last_step["minutes_left"]) == (22 * STEP, 0)
 
 
-def test_a_resumed_run_says_if_its_data_changed(data, trained, tmp_path, capsys):
-    shutil.copytree(trained, tmp_path / "out")
-    shutil.copytree(data, tmp_path / "data")
-    flags = [f"--out_dir={tmp_path}/out", "--resume=True", f"--data={tmp_path}/data"]
-    message = f"data: {tmp_path}/data has changed since the checkpoint\n"
-    train.main([*flags, f"--training_bytes={13 * STEP}"])
-    assert message not in capsys.readouterr().out
-    with open(tmp_path / "data/meta.json", "a") as file:
-        file.write("\n")
-    train.main([*flags, f"--training_bytes={14 * STEP}"])
-    assert message in capsys.readouterr().out
-
-
-def test_a_resumed_run_says_that_the_learning_rates_rise_and_needs_no_log(
-        trained, tmp_path, capsys):
+def test_a_finished_run_goes_on_with_more_bytes_and_needs_no_log(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "out")
     (tmp_path / "out/log.jsonl").unlink()
     train.main([f"--out_dir={tmp_path}/out", "--resume=True", f"--training_bytes={13 * STEP}"])
-    assert "learning rates had reached 0; for the added bytes they rise" in capsys.readouterr().out
     assert [record["step"] for record in log_of(tmp_path / "out")] == [13, 13]
 
 
@@ -787,8 +746,7 @@ def test_weights_that_make_the_validation_loss_overflow_are_not_saved(
     evaluate = train.evaluate
 
     def overflowing(*arguments):
-        metrics, *read = evaluate(*arguments)
-        return metrics | {"val_bpb": math.inf}, *read
+        return evaluate(*arguments) | {"val_bpb": math.inf}
 
     monkeypatch.setattr(train, "evaluate", overflowing)
     with pytest.raises(UserError, match="the validation loss is not finite"):
@@ -845,36 +803,6 @@ def test_a_damaged_or_malicious_checkpoint_is_refused(trained, tmp_path, monkeyp
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("other", ["data", "out"])
-def test_processes_that_see_different_files_end_in_one_line(other, data, trained, tmp_path):
-    """As on two nodes without a shared disk."""
-    folders = []
-    for rank in "0", "1":
-        shutil.copytree(data, tmp_path / rank / "data")
-        shutil.copytree(trained, tmp_path / rank / "out")
-        folders.append(tmp_path / rank)
-    if other == "data":
-        with open(folders[1] / "data/meta.json", "a") as file:
-            file.write("\n")
-    else:
-        train.main([f"--out_dir={folders[1]}/out", "--resume=True",
-                    f"--training_bytes={13 * STEP}"])
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank, folder in enumerate(folders):
-        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
-                            "MASTER_PORT": str(port)}
-        command = [sys.executable, ROOT / "train.py", f"--data={folder}/data", "--batch_size=2",
-                   "--training_bytes=9999", f"--out_dir={folder}/out", "--resume=True"]
-        processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE))
-    for process in processes:
-        _, error = process.communicate()
-        assert process.returncode == 2
-        assert b"train.py: the processes see different checkpoints or data" in error
-
-
 def test_sigterm_to_one_process_of_several_stops_all_with_a_checkpoint(data, tmp_path):
     command = [*TORCHRUN, "--nproc_per_node=2", ROOT / "train.py", *TINY, f"--data={data}", NEVER,
                f"--out_dir={tmp_path}", "--batch_size=2", "--training_bytes=1e9"]
@@ -906,29 +834,24 @@ def test_a_finished_run_is_not_overwritten(trained, data):
     assert (trained / "ckpt.pt").read_bytes() == before
 
 
-def test_a_checkpoint_of_another_shape_or_meaning_is_refused(trained, tmp_path):
+def test_a_checkpoint_of_another_shape_or_meaning_is_refused(trained):
     error = refused(f"--out_dir={trained}", "--resume=True", "--n_mid_layers=3")
     assert error == f"n_mid_layers cannot change; it was 1 in {trained}/ckpt.pt, now it is 3"
     # the weights would fit, but mean something else, and Muon's moments are not AdamW's
     for flag in "--seq_len=16", "--num_heads=1":
         assert "cannot change; it was" in refused(f"--out_dir={trained}", "--resume=True", flag)
     error = refused(f"--out_dir={trained}", "--resume=True", "--muon_learning_rate=0")
-    assert "muon_learning_rate became or stopped being 0" in error
-    shutil.copytree(trained, tmp_path / "old")
-    saved = torch.load(trained / "ckpt.pt")
-    del saved["optimizer_state"]  # as in a checkpoint of an earlier version
-    torch.save(saved, tmp_path / "old/ckpt.pt")
-    assert "does not fit the optimizer" in refused(f"--out_dir={tmp_path}/old", "--resume=True")
+    assert "muon_learning_rate cannot become or stop being 0" in error
 
 
 @pytest.mark.paper
 @pytest.mark.parametrize("name, flags, count, values", [  # Table 2
-    ("fineweb_147m", [], 146_939_136, (1.5e-3, 128, 4.5e8, 6e9, 1 / 5)),
-    ("codeparrot_90m", [], 90_297_600, (2e-3, 128, 2.5e8, 3.4e9, 1 / 5)),
-    ("aspect_ratio", ["--n_mid_layers=2", "--downsample_rate_target=1/2"], 23_490_048,
+    ("fineweb_147m", [], 146_955_264, (1.5e-3, 128, 4.5e8, 6e9, 1 / 5)),
+    ("codeparrot_90m", [], 90_313_728, (2e-3, 128, 2.5e8, 3.4e9, 1 / 5)),
+    ("aspect_ratio", ["--n_mid_layers=2", "--downsample_rate_target=1/2"], 23_500_800,
      (3e-3, 64, 1.1e8, 1.5e9, 1 / 2)),
-    ("aspect_ratio", [], 31_882_752, (3e-3, 64, 1.1e8, 1.5e9, 1 / 4)),
-    ("aspect_ratio", ["--n_mid_layers=6", "--downsample_rate_target=1/6"], 40_275_456,
+    ("aspect_ratio", [], 31_893_504, (3e-3, 64, 1.1e8, 1.5e9, 1 / 4)),
+    ("aspect_ratio", ["--n_mid_layers=6", "--downsample_rate_target=1/6"], 40_286_208,
      (3e-3, 64, 1.1e8, 1.5e9, 1 / 6)),
 ])
 def test_the_papers_configurations_have_the_papers_sizes_and_values(name, flags, count, values):
@@ -940,7 +863,6 @@ def test_the_papers_configurations_have_the_papers_sizes_and_values(name, flags,
     assert sum(p.numel() for p in model.parameters()) == count
     keys = "learning_rate effective_batch_size warmup_bytes training_bytes downsample_rate_target"
     assert tuple(hp[key] for key in keys.split()) == values
-    assert hp["policy_learning_rate"] == values[0]
     assert (hp["muon_learning_rate"], hp["cosine"]) == (0, True)
     keys = "seq_len attention_window policy_window policy_scale num_heads"
     heads = hp["embedding_dim"] // 64
