@@ -338,8 +338,7 @@ def main(argv=None):
     for name, least in ("seq_len", 1), ("max_bytes", 0):
         if given.get(name, least) < least:
             raise UserError(f"--{name}={given[name]} must be at least {least}")
-    options.hf_path = os.path.expanduser(options.hf_path)
-    out_dir = Path(os.path.expanduser(options.out_dir or f"data/{dataset}"))
+    out_dir = Path(options.out_dir or f"data/{dataset}")
     if out_dir.resolve() in [Path(path).resolve() for path in options.input or []]:
         raise UserError(f"--out_dir={out_dir} is also an --input; use another folder")
     try:

@@ -1,5 +1,5 @@
 """
-How fast a training step is, compared with the other systems' and with a matrix product.
+How fast a training step is, compared with the other systems' and with a matmul.
 
     python -m experiments.bench             the quick run's model
     python -m experiments.bench --compile=False --batch_size=4
@@ -9,7 +9,7 @@ How fast a training step is, compared with the other systems' and with a matrix 
 A setting, a row of the table, is any flags of train.py; other flags and configuration files go to
 all settings. The text is random bytes, and p stays where it starts. Steps take turns, so that a
 slow spell affects all of them alike. Times are medians over the turns, +- half the interquartile
-range. FLOPs are those of matrix products. The last column is the time relative to the last setting.
+range. FLOPs are those of matmuls. The last column is the time relative to the last setting.
 Compare numbers of one run of this program only.
 """
 import itertools
@@ -20,14 +20,14 @@ import time
 import torch
 
 import train
-from common.checkpoint import device_and_dtype, make_model
 from common.commandline import argument_parser, read_command_line, run_program, say
+from common.models import make_model
 from experiments.flops import flops_per_byte
-from experiments.tables import table
+from experiments.report import table
 
 SETTINGS = "", "--system=none", "--system=random", "--system=uniform"
 TURNS = 20
-SIDE = 8192 if torch.cuda.is_available() else 2048  # of the matrix product
+SIDE = 8192 if torch.cuda.is_available() else 2048  # of the matmul
 
 
 def seconds(function):
@@ -44,22 +44,21 @@ def make_step(hp):
     torch.manual_seed(0)
     size = hp.effective_batch_size, hp.seq_len
     shards = [torch.randint(256, size, dtype=torch.uint8).numpy()]
+    hp.device, hp.dtype, autocast = train.set_up_torch(hp.device, hp.dtype)
     model = make_model(hp).to(hp.device)
+    flops = flops_per_byte(model, shards) * shards[0].size
     if hp.compile:
         train.compile_model(model)
     optimizer = train.make_optimizer(model, hp, hp.dtype)
-    autocast = train.set_up_torch(hp.device, hp.dtype)
     scaler = torch.amp.GradScaler(hp.device, enabled=hp.dtype == "float16")
     first_rows = itertools.count(0, hp.effective_batch_size)
     fraction = 1e-9  # of the learning rates: so small that the number of tokens stays
 
     def step():
         batches = train.micro_batches(
-            shards, next(first_rows), hp.effective_batch_size, hp.batch_size, 0, 0, 1, hp.device)
+            shards, next(first_rows), hp.effective_batch_size, hp.batch_size, device=hp.device)
         return train.training_step(model, batches, optimizer, fraction, scaler, autocast, hp)
 
-    logged, _ = step()
-    flops = flops_per_byte(model, logged["rate"].item()) * shards[0].size
     return step, shards[0].size, flops
 
 
@@ -73,13 +72,14 @@ def main(argv=None):
         chosen = read_command_line([*others, *shlex.split(flags)], train.Hyperparameters)
         hp = train.Hyperparameters(**chosen)
         train.check(hp)
-        hp.device, hp.dtype = device_and_dtype(hp.device, hp.dtype)
         settings[flags] = make_step(hp)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()  # counting FLOPs takes more than training
 
     z = torch.randn(SIDE, SIDE, device=hp.device, dtype=getattr(torch, hp.dtype))
-    product = statistics.median(seconds(lambda: z @ z) for _ in range(TURNS))
+    matmul = statistics.median(seconds(lambda: z @ z) for _ in range(TURNS))
     say(f"torch {torch.__version__}, {hp.device}, {hp.dtype}, {torch.get_num_threads()} threads; "
-        f"a matrix product runs at {2 * SIDE**3 / product / 1e12:.2f} TFLOP/s")
+        f"a matmul runs at {2 * SIDE**3 / matmul / 1e12:.2f} TFLOP/s")
     times = {flags: [] for flags in settings}  # seconds per byte
     for _ in range(TURNS):
         for flags, (step, size, _) in settings.items():

@@ -9,9 +9,9 @@ Trains systems that place boundaries in different ways on the same rows, and com
 
 A system is a value of train.py's --system, and a shape is any flags of train.py. Each system trains
 in each shape. The configuration file and all other flags go to all runs. With --flops, each system
-reads as many bytes as take so many FLOPs of training at its rate, the target or that of a fixed
-rule on 64 training rows; the table has the FLOPs that it took. Finished runs are not repeated, and
-stopped runs continue. Writes to results/NAME/, from all runs in its folder runs/:
+reads as many bytes as so many FLOPs of training pay for, if its model makes as many tokens as a new
+one; the table has the FLOPs of the trained models. Finished runs are not repeated, and stopped runs
+continue. Writes to results/NAME/, from all runs in its folder runs/:
 
     table.md   means over the seeds of finished runs
     loss.svg   bits per byte over FLOPs: the paper's Figures 3 and 4
@@ -20,15 +20,17 @@ import math
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from common.checkpoint import make_model, read_checkpoint
+from common.checkpoint import read_checkpoint
 from common.commandline import UserError, argument_parser, read_command_line, run_program, say
+from common.models import make_model
+from experiments.figures import plot, write
 from experiments.flops import flops_per_byte
-from experiments.pictures import plot, write
-from experiments.systems import SYSTEMS, Fixed
-from experiments.tables import RESULTS, pivot, read_run
-from train import Hyperparameters, check, micro_batches, open_data
+from experiments.report import RESULTS, pivot, read_run
+from experiments.systems import SYSTEMS
+from train import Hyperparameters, check, open_data
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,14 +47,12 @@ def hyperparameters(flags):
 
 def affordable_bytes(hp, flops):
     """The bytes that take so many FLOPs of training, rounded up to whole steps."""
-    model = make_model(hp)
-    rate = hp.downsample_rate_target
-    if isinstance(model, Fixed):
-        shards, _ = open_data(hp, {})
-        [(x, _, u)] = micro_batches(shards, 0, 64, 64, hp.seed, 0, 1, "cpu")
-        rate = model.rule(x, u).float().mean().item()
+    shards, _ = open_data(hp)
+    if hp.system == "hnet":  # a new one makes hardly any tokens, a trained one as many as uniform
+        hp = replace(hp, system="uniform")
+    per_byte = flops_per_byte(make_model(hp), shards)
     step_bytes = hp.effective_batch_size * hp.seq_len
-    return math.ceil(flops / flops_per_byte(model, rate) / step_bytes) * step_bytes
+    return math.ceil(flops / per_byte / step_bytes) * step_bytes
 
 
 def check_unchanged(out_dir, hp):
@@ -113,28 +113,31 @@ def main(argv=None):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"--{name}={value} must be above 0")
-    ours = ["--system=", "--seed=", "--out_dir=", "--resume=", "--init_from="]
+    ours = ["--system", "--seed", "--out_dir", "--resume", "--init_from"]
     if options.flops:
-        ours.append("--training_bytes=")
-    for flag in sum(options.shape or [], others):
-        if flag.startswith(tuple(ours)):
+        ours.append("--training_bytes")
+    for argument in sum(options.shape or [], others):
+        flag, _, _ = argument.partition("=")
+        if flag in ours:  # a configuration file may have them; they are overridden
             raise UserError(f"{flag} is set for each run; use --systems, --first_seed, --name or "
                             "--flops")
     results = RESULTS / options.name
     planned = []
-    for seed in range(options.first_seed, options.first_seed + options.seeds):
-        for shape in options.shape or [[]]:
-            for system in options.systems.split(","):
-                folder = ",".join(flag.removeprefix("--") for flag in shape).replace("/", ":")
-                flags = [*others, *shape, f"--system={system}", f"--seed={seed}"]
-                if options.flops:
-                    size = affordable_bytes(hyperparameters(flags), options.flops)
-                    flags.append(f"--training_bytes={size}")
-                planned.append((flags, results / "runs" / folder / f"{system}-{seed}"))
-    for flags, out_dir in planned:
+    for shape in options.shape or [[]]:
+        folder = ",".join(flag.removeprefix("--") for flag in shape).replace("/", ":")
+        for system in options.systems.split(","):
+            flags = [*others, *shape, f"--system={system}"]
+            if options.flops:
+                size = affordable_bytes(hyperparameters(flags), options.flops)
+                flags.append(f"--training_bytes={size}")
+            for seed in range(options.first_seed, options.first_seed + options.seeds):
+                out_dir = results / "runs" / folder / f"{system}-{seed}"
+                planned.append((seed, [*flags, f"--seed={seed}"], out_dir))
+    planned.sort(key=lambda run: run[0])  # all systems' first seeds come first
+    for _, flags, out_dir in planned:
         check_unchanged(out_dir, hyperparameters(flags))
     failed = False
-    for flags, out_dir in planned:
+    for _, flags, out_dir in planned:
         if train_to_end(flags, out_dir):
             write_results(results)
         else:

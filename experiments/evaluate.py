@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from common.checkpoint import device_and_dtype, load_model
 from common.commandline import UserError, argument_parser, run_program, say
-from experiments.tables import table
+from common.models import load_model
+from experiments.report import table
 from model import BOS
 from prepare import open_shards
 from train import set_up_torch
@@ -112,9 +112,10 @@ def score(model, context, answer, seed, autocast):
     x = F.pad(y[:, :-1], (1, 0), value=BOS)
     u = np.random.default_rng(seed).random((1, len(row)), np.float32)
     with autocast:
-        logp, _, _, a = model(x, y, torch.from_numpy(u).to(device))
+        out = model(x, torch.from_numpy(u).to(device))
+        logp = model.head.logp(out.Z, y)
     nats = -logp[0, -len(answer) :].sum().item()
-    return nats / math.log(2), a.sum().item(), len(row)
+    return nats / math.log(2), out.a.sum().item(), len(row)
 
 
 def ratio(bits, sizes):
@@ -150,8 +151,7 @@ def main(argv=None):
     options = parser.parse_args(argv)
     model, saved = load_model(options.checkpoint)
     tasks = {task: read_items(task, model.hp.seq_len) for task in options.tasks}
-    device, dtype = device_and_dtype("auto", saved["config"]["dtype"])
-    autocast = set_up_torch(device, dtype)
+    device, _, autocast = set_up_torch("auto", saved["config"]["dtype"])
     model.to(device)
     rows = [[task, *task_row(model, items, autocast)] for task, items in tasks.items()]
     head = ["task", "items", "bytes", "bits per byte", "standard error", "accuracy", "rate"]

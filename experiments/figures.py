@@ -1,133 +1,151 @@
 """
-Draws what runs of compare.py or other checkpoints learned, or how a single run learned.
+Draws the tokens that models make of a text, or how a run learned to make them.
 
     python -m experiments.figures --name=try     the runs of results/try
     python -m experiments.figures --name=rates out-2 out-4 --text="def main(argv):"
     python -m experiments.figures --watch=out    a run of train.py, finished or not, or its log
 
-The first two write these files into results/NAME/:
-    boundaries.html, boundaries.svg  boundaries in the same text: that of --text, or the first
-                                     validation row of the first run (Figures 2, 5-12)
-The third writes these beside the log:
-    watch.html                       validation text at every evaluation, with a slider
-    watch.svg                        its first characters near 0, 0.5 and 1 MB and at the end
+The first two write results/NAME/boundaries.svg (the paper's Figures 2 and 5 to 12): the same text
+for all models, that of --text or the first validation row of the first run. The third writes
+watch.svg beside the log: the start of a validation text near 0, 0.5 and 1 MB and at the end.
 """
 import html
+import io
 import math
 import os
+import re
 from pathlib import Path
 
 import torch
 
-from common.checkpoint import checkpoint_path, load_model
-from common.commandline import UserError, argument_parser, run_program
+from common.checkpoint import checkpoint_path
+from common.commandline import UserError, argument_parser, run_program, say
+from common.files import write_text
+from common.models import load_model
 from common.text import characters
-from experiments.pictures import boundaries_page, html_cell, html_page, picture, write
-from experiments.tables import RESULTS, read_log
+from experiments.report import RESULTS, read_log
 from prepare import open_shards
 from sample import scored
 
-WATCH_STYLE = """
-label { display: flex; gap: 1em } input { flex: auto; min-width: 0 }
-.still:not(.now) { display: none }
-svg { margin-top: 1em; max-width: 38em; font: 14px sans-serif; fill: currentColor }
-circle.now { r: 6px; fill: #e00; stroke: Canvas; stroke-width: 2 }
-"""
-WATCH_SCRIPT = """
-const slider = document.querySelector("input");
-const stills = document.querySelectorAll(".still"), points = document.querySelectorAll("circle");
-slider.oninput = () => {
-  for (const all of [stills, points])
-    all.forEach((one, i) => one.classList.toggle("now", i == slider.value));
-  slider.ariaValueText = stills[slider.value].firstChild.textContent;
-};
-slider.oninput();
+BLUE = 0, 34, 78  # of p = 0
+YELLOW = 254, 232, 56  # of p = 1
+FORBIDDEN = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML 1.0
+STYLE = """
+text { font: 15px monospace; text-anchor: middle }
+.end { fill: #e00; stroke: #fff; stroke-width: .5 }
+.words { font: 14px sans-serif; text-anchor: start; fill: #222 }
 """
 
 
-# ---- Boundaries.
-def draw_boundaries(checkpoints, given, folder):
-    """Writes the boundaries of the models in these checkpoints, in a given text (bytes) or None."""
-    texts = {}  # by label
+def allowed(text):
+    """The text with U+FFFD for characters that XML forbids, among them what UTF-8 cannot write."""
+    return FORBIDDEN.sub("\ufffd", text)
+
+
+def write(path, text):
+    """Writes what is allowed of a text. Raises OSError."""
+    write_text(path, allowed(text))
+    say(f"wrote {path}")
+
+
+# ---- Text with boundaries.
+def cell_colours(p):
+    """The colours of a character's cell and of its text, legible to the colour-blind as well."""
+    mixed = [round(low + (high - low) * p) for low, high in zip(BLUE, YELLOW)]
+    return f"#{bytes(mixed).hex()}", "#ffffff" if p < 0.45 else "#000000"
+
+
+LEGEND = f"""<path fill="{cell_colours(1)[0]}" d="M0 4h10v19h-10"/>
+<text class="words" x="15" y="19">a boundary is likely</text>
+<path fill="{cell_colours(0)[0]}" d="M190 4h10v19h-10"/>
+<text class="words" x="205" y="19">unlikely</text>
+<path class="end" d="M300 4h2v19h-2z"/><text class="words" x="308" y="19">a token ends</text>
+"""
+
+
+def svg_cell(x, y, character, a, p):
+    """A character, coloured by p, with a red bar where a token ends."""
+    background, colour = cell_colours(p)
+    text = html.escape(character).replace("\n", "⏎")
+    made = (f'<path fill="{background}" d="M{x} {y}h10v19h-10"/>'
+            f'<text x="{x + 5}" y="{y + 14}" fill="{colour}">{text}</text>')
+    if a:
+        made += f'<path class="end" d="M{x + 8} {y}h2v19h-2z"/>'
+    return made
+
+
+def picture(texts, columns):
+    """An SVG of texts, {heading: [(character, a, p)]}, with a legend.
+
+    It has its own white background, because it may be shown on a dark page.
+    """
+    body = LEGEND
+    top = 34
+    for heading, text in texts.items():
+        body += f'<text class="words" y="{top + 15}">{html.escape(heading)}</text>\n'
+        for i, cell in enumerate(text):
+            body += svg_cell(10 * (i % columns), top + 22 + 20 * (i // columns), *cell)
+        top += 20 * math.ceil(len(text) / columns) + 32
+    width = 10 * columns
+    size = f'viewBox="0 0 {width} {top - 8}" width="{width}"'
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" {size}>
+<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>
+{body}</svg>
+"""
+
+
+def boundaries(checkpoints, given, folder):
+    """The picture of what the models in these checkpoints make of a given text (bytes) or None.
+
+    Runs in the folder of results are called by their place in it. Raises UserError.
+    """
+    texts = {}
     for path in checkpoints:
         model, _ = load_model(path)
         if given is None:
             given = open_shards(model.hp.data, "val", model.hp.seq_len)[0][0].tobytes()
         torch.manual_seed(0)
         label = str(checkpoint_path(path).parent).removeprefix(f"{folder}/runs/")
-        texts[label] = list(scored(model, given))
-    folder.mkdir(parents=True, exist_ok=True)
-    write(folder / "boundaries.html", boundaries_page(texts))
-    shown = {label: list(characters(step[:3] for step in text)) for label, text in texts.items()}
-    write(folder / "boundaries.svg", picture(shown, columns=100))
-
-
-# ---- How a run learned, from its evaluations.
-def caption(record):
-    return (f"{record['bytes'] / 1e6:.2f} MB read, {record['val_bpb']:.3f} bits per byte, "
-            f"rate {record['val_rate']:.3f}")
-
-
-def round_numbers(low, high):
-    """The multiples of 1, 2 or 5 times a power of ten from low to high, at most six."""
-    power = 10 ** math.floor(math.log10((high - low) / 5))
-    step = next(m * power for m in (1, 2, 5, 10) if 5 * m * power >= high - low)
-    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def curve(records, width=440, height=150):
-    """An SVG of bits per byte during training, with a circle for every evaluation."""
-    end = records[-1]["bytes"] / 1e6 or 1
-    bits = [r["val_bpb"] for r in records]
-    low = min(bits)
-    high = max(bits) if max(bits) > low else low + 1
-
-    def place(megabytes, value):
-        return width * megabytes / end, height * (high - value) / (high - low)
-
-    places = [place(r["bytes"] / 1e6, value) for r, value in zip(records, bits)]
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    circles = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2"/>' for x, y in places)
-    grid = ""
-    for value in round_numbers(low, high):
-        _, y = place(0, value)
-        grid += f"""<path stroke="#8886" d="M0 {y:.1f}h{width}"/>
-<text x="-6" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>
-"""
-    for megabytes in round_numbers(0, end):
-        x, _ = place(megabytes, 0)
-        grid += f'<text x="{x:.1f}" y="{height + 18}" text-anchor="middle">{megabytes:g}</text>\n'
-    return f"""<svg viewBox="-50 -30 {width + 75} {height + 70}" role="img"
-aria-label="bits per byte during training">{grid}
-<text x="-44" y="-14">bits per byte of validation text</text>
-<text x="{width / 2}" y="{height + 36}" text-anchor="middle">MB read</text>
-<polyline fill="none" stroke="currentColor" points="{points}"/>{circles}</svg>"""
-
-
-def watch(records, name):
-    """A page on which a slider chooses the evaluation. It begins with the last one."""
-    stills = ""
-    for r in records:
-        text = "".join(html_cell(*character) for character in characters(r["line"]))
-        stills += (f'<div class="still"><p>{caption(r)}</p>'
-                   f'<div class="text">{text}</div></div>\n')
-    last = len(records) - 1
-    return html_page("Watch it learn", f"""<style>{WATCH_STYLE}</style>
-<p>The same validation text at every evaluation of {html.escape(name)}.</p>
-<label>training
-<input type="range" min="0" max="{last}" value="{last}" autocomplete="off"></label>
-{stills}
-{curve(records)}
-<script>{WATCH_SCRIPT}</script>""")
+        texts[label] = list(characters(scored(model, given)))
+    return picture(texts, columns=100)
 
 
 def learning(records):
     """The picture of a text's first characters near 0, 0.5 and 1 MB and at the end of a run."""
     texts = {}
     for place in 0, 0.5e6, 1e6, records[-1]["bytes"]:
-        nearest = min(records, key=lambda r: abs(r["bytes"] - place))
-        texts[caption(nearest)] = list(characters(nearest["line"]))[:100]
+        nearest = min(records, key=lambda record: abs(record["bytes"] - place))
+        caption = (f"{nearest['bytes'] / 1e6:.2f} MB read, {nearest['val_bpb']:.3f} bits per byte, "
+                   f"rate {nearest['val_rate']:.3f}")
+        texts[caption] = list(characters(nearest["line"]))[:100]
     return picture(texts, columns=50)
+
+
+# ---- Bits over FLOPs.
+def plot(runs):
+    """An SVG of bits per byte over FLOPs, from {label: evaluations of its runs, as of read_run}."""
+    os.environ.pop("MPLBACKEND", None)  # a notebook's may not exist here, and none is needed
+    import matplotlib  # here because most programs plot nothing
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for n, label in enumerate(runs):
+        style = {"color": f"C{n}", "marker": "os^DvPX*<>"[n % 10], "linestyle": ("-", "--")[n % 2]}
+        for i, run in enumerate(runs[label]):
+            flops = [e["paper's FLOPs"] for e in run]
+            bits = [e["bits"] for e in run]
+            axes.plot(flops, bits, **style, label=None if i else allowed(label), markersize=4)
+    axes.set(xscale="log", xlabel="training FLOPs, counted as in the paper",
+             ylabel="validation bits per byte")
+    axes.tick_params("x", which="minor", labelsize=6)
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.2)
+    file = io.StringIO()
+    # the same runs give the same svg, byte for byte
+    with matplotlib.rc_context({"svg.hashsalt": "tokens"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
 
 
 def main(argv=None):
@@ -145,7 +163,6 @@ def main(argv=None):
         records = [record for record in read_log(log) if "line" in record]
         if not records:
             raise UserError(f"{log} holds no evaluations; use the log.jsonl of a run")
-        write(log.with_name("watch.html"), watch(records, log.resolve().parent.name))
         write(log.with_name("watch.svg"), learning(records))
         return
 
@@ -156,7 +173,9 @@ def main(argv=None):
                         "checkpoints")
     if options.text == b"":
         raise UserError("the text is empty")
-    draw_boundaries(checkpoints, options.text, folder)
+    made = boundaries(checkpoints, options.text, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / "boundaries.svg", made)
 
 
 if __name__ == "__main__":

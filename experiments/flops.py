@@ -1,60 +1,46 @@
-"""FLOPs of training: of all matrix products, and as the paper counts them."""
-from functools import lru_cache
+"""FLOPs of training: those of all matmuls, as torch counts them, and the paper's count."""
+import copy
+import math
+from contextlib import nullcontext
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import train
-from model import chunking
+from common.device import device_and_dtype
+
+BYTES = 2**14  # so many are counted, because the number of tokens varies from row to row
 
 
-def count_matrix_parameters(model):
-    """Parameters in matrices before, in and after the middle, without the embedding."""
+def flops_per_byte(model, shards):
+    """FLOPs of training a model on rows like those of the shards, per byte.
 
-    def count(module):
-        return sum(p.numel() for p in module.parameters() if p.dim() == 2)
-
-    middle = count(model.middle)
-    after = count(model.up) + count(model.head)
-    before = count(model) - count(model.embedding) - middle - after
-    return before, middle, after
-
-
-def row_flops(model, rate):
-    """FLOPs of a forward and backward pass over a row, three times the forward FLOPs.
-
-    The rate is in tokens per byte. Within 2% of torch's FlopCounterMode, which counts fillers too.
+    Counts whole training steps of a copy: both passes and the optimizer's step. The rows, and the
+    uniforms of the draws, are the same for all models. The model must not be compiled, because
+    torch does not see the matmuls of compiled code.
     """
+    device, _ = device_and_dtype("auto", "float32")
+    model = copy.deepcopy(model).to(device).train()
     hp = model.hp
-    N, D = hp.seq_len, hp.embedding_dim
-    M = rate * N
-    before, middle, after = count_matrix_parameters(model)
-    C, chunks, back = chunking(N, hp.attention_window)
-    keys = (1 + back) * C  # of each of the chunks * C queries
-    attention = hp.n_mid_layers * 2 * M**2 * D  # multiply-adds of a layer's two products
-    attention += (hp.n_down_layers + hp.n_up_layers) * 2 * chunks * C * keys * D
-    return 3 * 2 * ((before + after) * N + middle * M + attention)  # a multiply-add is two FLOPs
-
-
-@lru_cache(1)
-def muon_flops(model):
-    """FLOPs of a step of Muon: three matrix products per Newton-Schulz iteration."""
-    flops = 0
-    for group in train.make_optimizer(model, model.hp, "float32").param_groups:
-        if group.get("muon"):
-            for p in group["params"]:
-                small, large = sorted(p.shape)
-                flops += 5 * (4 * small**2 * large + 2 * small**3)
-    return flops
-
-
-def flops_per_byte(model, rate):
-    """FLOPs of training per byte, at a rate in tokens per byte."""
-    muon = muon_flops(model) / model.hp.effective_batch_size  # for a row
-    return (row_flops(model, rate) + muon) / model.hp.seq_len
+    optimizer = train.make_optimizer(model, hp, "float32")
+    scaler = torch.amp.GradScaler(device, enabled=False)
+    # code that is not compiled takes much memory
+    batch_size = min(hp.batch_size, math.ceil(BYTES / hp.seq_len))
+    first_rows = range(0, math.ceil(BYTES / hp.seq_len), hp.effective_batch_size)
+    with FlopCounterMode(display=False) as counter:
+        for first_row in first_rows:
+            batches = train.micro_batches(
+                shards, first_row, hp.effective_batch_size, batch_size, device=device)
+            # at a learning rate of 0 the number of tokens stays
+            train.training_step(model, batches, optimizer, 0.0, scaler, nullcontext(), hp)
+    return counter.get_total_flops() / (len(first_rows) * hp.effective_batch_size * hp.seq_len)
 
 
 def paper_flops_per_byte(model, rate):
     """Training FLOPs per byte as in the paper's Figures 3 and 4, at a rate in tokens per byte.
 
-    6 per matrix parameter and byte (in the middle, per token), without attention's products.
+    6 per matrix parameter and byte (in the middle, per token), without the embedding.
     """
-    before, middle, after = count_matrix_parameters(model)
-    return 6 * (before + middle * rate + after)
+    sizes = {name: p.numel() for name, p in model.named_parameters() if p.dim() == 2}
+    middle = sum(size for name, size in sizes.items() if name.startswith("middle."))
+    return 6 * (sum(sizes.values()) - sizes["embedding.weight"] - middle + rate * middle)

@@ -1,24 +1,22 @@
 #!/usr/bin/env bash
 # Makes the data of experiments/README.md from packages of Debian 12: data/NAME for each text.
 #
-#     apt-get update && bash experiments/texts.sh       on Debian 12, with binutils; takes 4 GB
+#     apt-get update && bash experiments/texts.sh       on Debian 12; takes 4 GB
 set -euo pipefail
 cd "$(dirname "$0")/.."
-held_out="bash make strace"  # machine code that is only tested on
 mkdir -p data/packages
 cd data/packages
 # Debian replaces the kernel's packages every few weeks. If it no longer has this version,
 # snapshot.debian.org does; another version gives other validation rows (held_out in log.jsonl).
 apt-get download linux-{source,doc}-6.1=6.1.192-2 linux-libc-dev anarchism python3.11-doc \
-    manpages-{de,fr,ja,ru}{,-dev} manpages-zh $held_out binutils-x86-64-linux-gnu coreutils gdb \
-    git openssh-client perl-base python3.11-minimal sqlite3 tmux util-linux vim
+    manpages-{de,fr,ja,ru}{,-dev} manpages-zh
 for package in *.deb; do
     dpkg-deb --extract "$package" "${package%%_*}"
 done
 tar --extract --file=linux-source-6.1/usr/src/linux-source-6.1.tar.xz
 find . -type f -name '*.gz' -exec gunzip --force {} +
 
-mkdir -p english code
+mkdir -p english
 number=10000
 # other languages have characters that are not ASCII
 find anarchism/usr/share/doc/anarchism/markdown linux-doc-6.1 -name '*.md' -o -name '*.rst.txt' |
@@ -26,11 +24,7 @@ find anarchism/usr/share/doc/anarchism/markdown linux-doc-6.1 -name '*.md' -o -n
     while read -r file; do
         cp "$file" english/$((number++))
     done
-find */usr/bin */bin */usr/sbin */sbin -type f | while read -r file; do
-    objcopy -O binary --only-section=.text "$file" "code/$(basename "$file")" 2> /dev/null || true
-done
 cd ../..
-(cd data/packages/code && head -qc 100000 $held_out > ../../held-out.text && rm $held_out)
 
 prepare() {  # NAME VAL_FRACTION INPUT...
     python prepare.py --dataset=files --out_dir="data/$1" --val_fraction="$2" --input "${@:3}"
@@ -45,4 +39,3 @@ prepare french 0.05 $packages/manpages-fr{,-dev}/usr/share/man
 prepare german 0.05 $packages/manpages-de{,-dev}/usr/share/man
 prepare japanese 0.05 $packages/manpages-ja{,-dev}/usr/share/man
 prepare russian 0.05 $packages/manpages-ru{,-dev}/usr/share/man
-python prepare.py --dataset=files --out_dir=data/code --binary=True --input $packages/code

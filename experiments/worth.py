@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common.checkpoint import device_and_dtype, load_model
 from common.commandline import UserError, argument_parser, run_program, say
+from common.device import device_and_dtype
+from common.models import load_model
 from common.text import in_word
-from experiments.tables import table
+from experiments.report import table
 from prepare import open_shards
 from train import micro_batches
 
@@ -33,15 +34,17 @@ def flip(model, x, y, u, i):
     as drawn, the policy's p, and what log p(y) gains by a boundary at i, in nats, over the next 4
     bytes, the next 33 and the rest of the row.
     """
-    logp, _, l, a = model(x, y, u)
+    out = model(x, u)
     rows = torch.arange(len(x), device=x.device)
-    drawn = a[rows, i]
+    drawn = out.a[rows, i]
+    a = out.a.clone()
     a[rows, i] = ~drawn
-    flipped = model.head.logp(model.through_tokens(model.encode(x), a), y)
-    gain = torch.where(drawn[:, None], logp - flipped, flipped - logp)  # 0 before i
+    flipped = model(x, 1 - a.float())  # draws exactly a, because p is between 0 and 1
+    gain = model.head.logp(out.Z, y) - model.head.logp(flipped.Z, y)  # 0 before i
+    gain = torch.where(drawn[:, None], gain, -gain)
     distance = torch.arange(x.size(1), device=x.device) - i[:, None]
     sums = [(gain * (distance < reach)).sum(1) for reach in (4, 33, x.size(1))]
-    return torch.stack((drawn, l[rows, i].sigmoid(), *sums), dim=1)
+    return torch.stack((drawn, out.l[rows, i].sigmoid(), *sums), dim=1)
 
 
 def context(row, i):
@@ -92,7 +95,7 @@ def main(argv=None):
     torch.manual_seed(0)
     flips = defaultdict(list)
     for first_row in tqdm(range(0, options.flips, ROWS), disable=None):
-        [(x, y, u)] = micro_batches(shards, first_row, ROWS, ROWS, 0, 0, 1, device)
+        [(x, y, u)] = micro_batches(shards, first_row, ROWS, ROWS, device=device)
         i = torch.randint(1, hp.seq_len, (ROWS,)).to(device)
         for row, k, values in zip(x.tolist(), i.tolist(), flip(model, x, y, u, i).tolist()):
             flips[context(row, k)].append(values)

@@ -1,23 +1,25 @@
-"""experiments/compare.py, report.py, bench.py, flops.py and tables.py."""
+"""experiments/compare.py, report.py, bench.py and flops.py."""
 import json
 import shutil
 
 import pytest
 import torch
-import torch.nn.functional as F
 from matplotlib.figure import Figure
-from torch.utils.flop_counter import FlopCounterMode
 
-import model as model_file
 import train
-from common.checkpoint import load_model, make_model
 from common.commandline import UserError
+from common.models import load_model, make_model
 from conftest import TINY
-from experiments import bench, compare, report, tables
-from experiments.flops import flops_per_byte, muon_flops, paper_flops_per_byte, row_flops
+from experiments import bench, compare, flops, report
+from experiments.flops import flops_per_byte, paper_flops_per_byte
 from experiments.systems import SYSTEMS, Fixed
-from model import BOS
-from train import Hyperparameters, make_optimizer
+from train import Hyperparameters
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch):
+    """Counting FLOPs takes 16 rows of TINY."""
+    monkeypatch.setattr(flops, "BYTES", 512)
 
 
 def cells(path):
@@ -37,31 +39,38 @@ def train_here(flags, out_dir):
 
 
 @pytest.mark.paper
-@pytest.mark.parametrize("flags", [
-    "", "--attention_window=64 --seq_len=300", "--system=none", "--system=hnet", "--system=gumbel",
-    "--system=uniform --seq_len=20 --attention_window=64"])
-def test_flops_are_those_that_torch_counts_except_for_fillers(flags, monkeypatch):
-    monkeypatch.setattr(model_file, "M_MULTIPLE", 1)
-    monkeypatch.setattr(model_file, "T_MULTIPLE", 1)
-    hp = compare.hyperparameters(["--embedding_dim=32", *flags.split()])
-    model = make_model(hp).train()
-    y = torch.randint(256, (1, hp.seq_len))  # one row, so that none is shorter than another
-    x = F.pad(y[:, :-1], (1, 0), value=BOS)
-    optimizer = make_optimizer(model, hp, "float32")
-    for group in optimizer.param_groups:
-        group["lr"] = 0.1
-    with FlopCounterMode(display=False) as counter:
-        logp, early_logp, l, a = model(x, y, torch.rand(1, hp.seq_len))
-        early = 0 if early_logp is None else early_logp.sum()
-        (logp.sum() + early + l.sum()).backward()
-        model_flops = counter.get_total_flops()
-        optimizer.step()
-    flops = row_flops(model, (a > 0.5).float().mean().item())
-    assert flops == pytest.approx(model_flops, rel=0.01)
-    assert model_flops + muon_flops(model) == counter.get_total_flops()
-    hp.effective_batch_size = 24
-    per_byte = flops_per_byte(model, (a > 0.5).float().mean().item())
-    assert per_byte * 24 * hp.seq_len == pytest.approx(24 * flops + muon_flops(model))
+@pytest.mark.parametrize("system, target, tokens, own", [
+    ("uniform", 1 / 2, 16, 0),
+    ("none", 1 / 2, 32, 0),
+    ("learned", 0.99, 32, 16 * 2 + 16 * 264),  # the policy and the early exit's head
+    ("gumbel", 0.99, 32, 16 * 16 + 16),  # its MLP
+    ("hnet", 1 / 2, 32, 3 * 16 * 16)])  # three projections
+@pytest.mark.parametrize("rows", [4, 8])
+def test_flops_are_those_of_all_matmuls(system, target, tokens, own, rows):
+    """TINY has 32 bytes in a row, D = 16, a window of 8, and one layer of each kind.
+
+    Padding brings the rows of learned and gumbel to 32 tokens. The return is a matmul, too.
+    """
+    flags = [f"--system={system}", f"--downsample_rate_target={target}"]
+    hp = compare.hyperparameters([*TINY, *flags, f"--effective_batch_size={rows}"])
+    model = make_model(hp).eval()
+    if system == "hnet":
+        torch.nn.init.zeros_(model.q.weight)  # p is 1/2 at every byte: a boundary
+    old = {name: z.clone() for name, z in model.state_dict().items()}
+    head = 16 * 264
+    matrices = 32 * (2 * 7 * 16**2 + head + own) + tokens * 16 * 16**2
+    attention = 2 * (2 * 32 * 16 * 16) + 2 * tokens**2 * 16  # a byte's products are with 16 keys
+    # five iterations for each matrix; the shorter side is always 16
+    longer = 2 * [48, 16, 32, 16] + [48, 16, 128, 64]
+    muon = sum(5 * (2 * 16**2 * side + 16**3) for side in longer)
+    returns = rows * 32 * 32 if system == "learned" else 0
+    # a multiply-add is two FLOPs
+    expected = 2 * (3 * (matrices + attention) * rows + returns + muon)
+    shards = [torch.randint(256, (24, 32), dtype=torch.uint8).numpy()]
+    assert flops_per_byte(model, shards) * rows * 32 == pytest.approx(expected, rel=1e-9)
+    assert not model.training
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(z, old[name]) for name, z in model.state_dict().items())
 
 
 @pytest.mark.paper
@@ -72,8 +81,8 @@ def test_the_paper_counts_six_flops_per_matrix_parameter():
     learned = make_model(Hyperparameters(**shape))
     uniform = make_model(Hyperparameters(**shape, system="uniform"))
     before = 2 * 7 * 64
-    policy_and_early_head = 2 * 8 + 257 * 8
-    from_middle = 0.3 * 5 * 16 * 64 + 3 * 7 * 64 + 257 * 8
+    policy_and_early_head = 2 * 8 + 264 * 8
+    from_middle = 0.3 * 5 * 16 * 64 + 3 * 7 * 64 + 264 * 8
     assert paper_flops_per_byte(uniform, 0.3) == pytest.approx(6 * (before + from_middle))
     assert paper_flops_per_byte(learned, 0.3) == pytest.approx(
         6 * (before + policy_and_early_head + from_middle))
@@ -86,23 +95,33 @@ def test_a_run_of_equal_flops_reads_the_bytes_that_they_pay_for(
     shutil.copytree(data, tmp_path / "data")
     val = tmp_path / "data/val_00000.bin"
     val.write_bytes(b"a" * val.stat().st_size)
+    (tmp_path / "x.py").write_text("out_dir = 'y'\ntraining_bytes = 1\nseed = 2")
     monkeypatch.setattr(compare, "RESULTS", tmp_path)
     monkeypatch.setattr(compare, "train_to_end", train_here)
-    compare.main([*TINY, f"--data={tmp_path}/data", f"--systems={system}", "--flops=1.1e9",
-                  "--policy_learning_rate=0", "--eval_interval=999", "--name=x"])
-    _, [*_, last] = tables.read_run(tmp_path / f"x/runs/{system}-1337")
+    compare.main([f"{tmp_path}/x.py", *TINY, f"--data={tmp_path}/data", f"--systems={system}",
+                  "--flops=1.1e9", "--policy_scale=1e9", "--eval_interval=999", "--name=x"])
+    _, [*_, last] = report.read_run(tmp_path / f"x/runs/{system}-1337")
     assert last["MB"] > 0.004
     assert last["FLOPs"] == pytest.approx(1.1e9, rel=0.03)
+
+
+def test_hnet_is_charged_for_the_target_rate(data):
+    """A new one makes fewer tokens."""
+    def per_byte(system):
+        flags = [*TINY, f"--data={data}", f"--system={system}"]
+        return 1e15 / compare.affordable_bytes(compare.hyperparameters(flags), 1e15)
+
+    assert per_byte("hnet") == per_byte("uniform")
 
 
 @pytest.fixture
 def runs(tmp_path, trained, monkeypatch):
     """A folder of results with three runs.
 
-    In run i, byte m million costs m FLOPs, and ten times as many as the paper counts them.
+    A byte costs 2 FLOPs, and as the paper counts, its mean rate in training: 2.5.
     """
-    monkeypatch.setattr(tables, "flops_per_byte", lambda model, rate: rate / 10)
-    monkeypatch.setattr(tables, "paper_flops_per_byte", lambda model, rate: rate)
+    monkeypatch.setattr(report, "run_flops_per_byte", lambda folder, records: 2)
+    monkeypatch.setattr(report, "paper_flops_per_byte", lambda model, rate: rate)
     header = json.loads((trained / "log.jsonl").read_text().splitlines()[0])
     hp = header["hyperparameters"] | {"training_bytes": 4e6, "gamma": 0.5}
     for i, (system, seed) in enumerate([("learned", 1), ("learned", 2), ("uniform", 1)]):
@@ -114,7 +133,7 @@ def runs(tmp_path, trained, monkeypatch):
         for m in range(5):
             speed = 1e9 if m == 1 else 1e4
             if m > 0:
-                records.append({"bytes": m * 1e6, "auto": 1.0, "rate": 10 * m, "undecided": 0.5,
+                records.append({"bytes": m * 1e6, "auto": 1.0, "rate": m,
                                 "bytes_per_second": speed})
             if m in (0, 2, 4):
                 records.append({"bytes": m * 1e6, "val_bpb": 3 - m / 4 + i,
@@ -128,14 +147,13 @@ def test_the_table_and_figure_show_means_and_costs(runs, trained, monkeypatch):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     compare.write_results(runs)
-    at_2, at_4 = 1e6 * (1 + 2), 1e6 * (1 + 2 + 3 + 4)
     learned, uniform = cells(runs / "table.md")
-    assert learned == ["learned", "2.500 ± 0.500 (2)", "0.30", "12%", "4.0", "1e+07", "6.7"]
-    assert uniform == ["uniform", "4.000 (1)", "0.60", "50%", "4.0", "1e+07", "6.7"]
+    assert learned == ["learned", "2.500 ± 0.500 (2)", "0.30", "12%", "4.0", "8e+06", "6.7"]
+    assert uniform == ["uniform", "4.000 (1)", "0.60", "50%", "4.0", "8e+06", "6.7"]
     lines = figures[0].axes[0].lines
     assert [[*line.get_ydata()] for line in lines] == [[2.5, 2.0], [3.5, 3.0], [4.5, 4.0]]
     for line in lines:
-        assert [*line.get_xdata()] == pytest.approx([10 * at_2, 10 * at_4])
+        assert [*line.get_xdata()] == [5e6, 10e6]
     for style in ("color", "marker", "linestyle"):
         first, second, other = (getattr(line, f"get_{style}")() for line in lines)
         assert first == second != other
@@ -158,10 +176,10 @@ def test_recorded_runs_become_the_tables_of_the_readmes(runs, monkeypatch, capsy
     folders = [str(path) for path in sorted((runs / "runs").iterdir())]
     report.main(["--table=x", "--text=C", "--machine=m", *folders])
     with open(readme, "a") as file:
-        file.write("<!-- y file_bits recall -->")
+        file.write("<!-- y first later -->")
     with pytest.raises(UserError, match="there are no runs of the table y"):
         report.main([])
-    (runs / "runs/learned-1/measured.json").write_text('{"file_bits": 1.5, "recall": 0.75}')
+    (runs / "runs/learned-1/measured.json").write_text('{"first": 1.5, "later": 0.75}')
     report.main(["--table=y", "--text=C", "--machine=m", *folders[:1]])
     report.main(["--table=y", "--text=D", "--machine=m", *folders[1:2]])  # lacks both
     log = runs / "runs/learned-2/log.jsonl"  # the first seed in another number format
@@ -189,10 +207,10 @@ def test_recorded_runs_become_the_tables_of_the_readmes(runs, monkeypatch, capsy
 
 <!-- no table -->
 
-<!-- y file_bits recall -->
-| tokens | C: file bits | recall |
+<!-- y first later -->
+| tokens | C: first | later |
 | --- | --- | --- |
-| learned | 1.500 (1) | 75% |
+| learned | 1.500 | 0.750 |
 """
     written = readme.read_text(), (runs / "runs.jsonl").read_text()
     report.main(["--table=x", "--text=C", "--machine=m", *folders[1:2]])  # replaces its line
@@ -213,13 +231,36 @@ def test_the_readmes_tables_are_those_of_the_recorded_runs():
 def test_a_log_without_a_header_is_refused(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 1, "bytes": 128, "auto": 2.0}\n')
     with pytest.raises(UserError, match="has no header"):
-        tables.read_run(tmp_path)
+        report.read_run(tmp_path)
+
+
+def test_a_run_without_its_checkpoint_or_its_data_is_refused(tmp_path, trained):
+    out = shutil.copytree(trained, tmp_path / "out")
+    saved = torch.load(out / "ckpt.pt")
+    saved["config"]["data"] = str(tmp_path)
+    torch.save(saved, out / "ckpt.pt")
+    with pytest.raises(UserError, match="no .*meta.json; make the data first"):
+        report.read_run(out)
+    (out / "ckpt.pt").unlink()
+    with pytest.raises(UserError, match="there is no checkpoint"):
+        report.read_run(out)
+
+
+def test_flops_are_counted_again_only_after_the_log_has_grown(tmp_path, trained, monkeypatch):
+    out = shutil.copytree(trained, tmp_path / "out")
+    monkeypatch.setattr(report, "flops_per_byte", lambda model, shards: next(costs))
+    costs = iter([10, 20])
+    evaluation = {"bytes": 1e6, "val_bpb": 1, "val_rate": 1}
+    for extra, cost in ("", 10), ("", 10), (json.dumps(evaluation) + "\n", 20):
+        with open(out / "log.jsonl", "a") as log:
+            log.write(extra)
+        _, [*_, last] = report.read_run(out)
+        assert last["FLOPs"] == pytest.approx(cost * 1e6 * last["MB"])
 
 
 def test_a_plain_adamw_will_do_as_the_optimizer(data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "make_optimizer", lambda model, hp, dtype: torch.optim.AdamW(
         model.parameters(), lr=hp.learning_rate))
-    assert muon_flops(make_model(Hyperparameters(embedding_dim=16))) == 0
     monkeypatch.setattr(bench, "TURNS", 2)
     bench.main([*TINY, "--setting="])
     assert "| default | " in capsys.readouterr().out
@@ -236,9 +277,16 @@ def test_a_new_rule_is_compared_once_it_is_in_SYSTEMS(data, tmp_path, monkeypatc
 
     monkeypatch.setitem(SYSTEMS, "end-of-vowel", Vowels)
     monkeypatch.setattr(compare, "RESULTS", tmp_path)
-    monkeypatch.setattr(compare, "train_to_end", train_here)
+    started = []
+
+    def train_to_end(flags, out_dir):
+        started.append(out_dir.name)
+        return train_here(flags, out_dir)
+
+    monkeypatch.setattr(compare, "train_to_end", train_to_end)
     flags = [*TINY, f"--data={data}", "--training_bytes=512", "--first_seed=7", "--seeds=2"]
     compare.main([*flags, "--systems=end-of-vowel,learned"])
+    assert started == ["end-of-vowel-7", "learned-7", "end-of-vowel-8", "learned-8"]
     learned, vowels = cells(tmp_path / "try/table.md")
     assert learned[0] == "learned" and learned[1].endswith("(2)")
     assert vowels[0] == "end-of-vowel" and vowels[1].endswith("(2)")
@@ -277,20 +325,22 @@ def test_every_system_trains_in_every_shape(data, tmp_path, monkeypatch):
     text = (tmp_path / "try/table.md").read_text()
     assert f"| {deep}: bits |" in text and "| bits |" in text
     assert [row[0] for row in cells(tmp_path / "try/table.md")] == ["uniform", "none"]
-    small, large = (tables.read_run(tmp_path / f"try/runs/{folder}/none-1337")[0]["parameters"]
+    small, large = (report.read_run(tmp_path / f"try/runs/{folder}/none-1337")[0]["parameters"]
                     for folder in (".", deep))
     assert small < large
 
 
 @pytest.mark.parametrize("flag, message", [
     ("--shape='", "argument --shape: invalid split value"),
-    ("--seed=5", "--seed=5 is set for each run; use --systems, --first_seed"),
-    ("--shape=--system=none", "--system=none is set for each run"),
-    ("--flops=1e9 --training_bytes=9", "--training_bytes=9 is set for each run"),
+    ("--seed=5", "--seed is set for each run; use --systems, --first_seed"),
+    ("--seed 5", "--seed is set for each run"),
+    ("--shape=--system=none", "--system is set for each run"),
+    ("--flops 1e9 --training_bytes 9", "--training_bytes is set for each run"),
     ("--seeds=0", "--seeds=0 must be above 0"),
     ("--flops=-1e9", "--flops=-1000000000.0 must be above 0"),
     ("--systems=no", "system=.no. must be one of learned")])
-def test_mistakes_in_a_comparison_are_explained(flag, message):
+def test_mistakes_in_a_comparison_are_explained(flag, message, monkeypatch):
+    monkeypatch.delattr(compare, "train_to_end")  # nothing is trained
     with pytest.raises(UserError, match=message):
         compare.main(["--name=x", "--systems=none", *TINY, *flag.split()])
 
@@ -298,9 +348,10 @@ def test_mistakes_in_a_comparison_are_explained(flag, message):
 def test_bench_converts_seconds_into_speeds(monkeypatch, capsys):
     """Every training step takes a hundredth of a second: one of 4 rows of 32 bytes, one of 8."""
     monkeypatch.setattr(bench, "seconds", lambda function: 0.01)
+    monkeypatch.setattr(bench, "flops_per_byte", lambda model, shards: 1e9)
     bench.main([*TINY, "--setting=--system=none --effective_batch_size=8", "--setting="])
     lines = capsys.readouterr().out.splitlines()
     none, default = (line.strip("| ").split(" | ") for line in lines[3:5])
-    assert default[:4] == ["default", "12.8", "0%", "10.0"] and default[-1] == "1.00"
-    assert none[:4] == ["--system=none --effective_batch_size=8", "25.6", "0%", "10.0"]
-    assert none[-1] == "0.50"
+    assert default == ["default", "12.8", "0%", "10.0", "128.0", "12.80", "1.00"]
+    assert none == ["--system=none --effective_batch_size=8", "25.6", "0%", "10.0", "256.0",
+                    "25.60", "0.50"]

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import train
-from common.checkpoint import make_model, read_checkpoint
+from common.checkpoint import read_checkpoint
 from common.commandline import UserError
+from common.models import make_model
 from experiments import evaluate, worth
 from model import BOS
-from test_model import small_model, some_bytes, uniforms_for
+from test_model import small_model, some_bytes
 
 ROWS = {
     "piqa": {"goal": "Boil an egg", "sol1": "Freeze it.", "sol2": "Use hot water.", "label": 1},
@@ -52,12 +53,11 @@ def byte_by_byte(model, item, context, answer):
     u = torch.from_numpy(np.random.default_rng(item).random((1, len(text)), np.float32))
     bits = tokens = 0
     for i, byte in enumerate(text):
-        x = torch.tensor([[BOS, *text[:i]]])
-        y = torch.tensor([[*text[:i], byte]])
-        logp, _, _, a = model(x, y, u[:, : i + 1])
-        tokens += a[0, i].item()
+        out = model(torch.tensor([[BOS, *text[:i]]]), u[:, : i + 1])
+        tokens += out.a[0, i].item()
         if i >= len(context):
-            bits -= logp[0, i].item() / math.log(2)
+            logp = model.head.logits(out.Z[0, i]).log_softmax(-1)[byte]
+            bits -= logp.item() / math.log(2)
     return bits, tokens
 
 
@@ -140,7 +140,7 @@ def test_a_flip_gains_what_whole_passes_with_and_without_the_boundary_differ_by(
     x, y = some_bytes(6, 64)
     u = torch.rand(x.shape, generator=torch.Generator().manual_seed(2))
     i = torch.tensor([14, 1, 21, 42, 57, 63])
-    _, _, l, a = model(x, y, u)
+    _, _, l, a = model(x, u)
     assert {*a[range(6), i].tolist()} == {False, True}
     expected = []
     for row, k in enumerate(i):
@@ -148,9 +148,8 @@ def test_a_flip_gains_what_whole_passes_with_and_without_the_boundary_differ_by(
         for boundary in True, False:
             b = a[row : row + 1].clone()
             b[0, k] = boundary
-            result, _, _, drawn = model(x[row : row + 1], y[row : row + 1], uniforms_for(b))
-            assert torch.equal(drawn, b)
-            logp.append(result[0])
+            Z = model.through_tokens(model.encode(x[row : row + 1]), b)
+            logp.append(model.head.logp(Z, y[row : row + 1])[0])
         gain = (logp[0] - logp[1]).tolist()
         expected.append([a[row, k].float(), l[row, k].sigmoid(), sum(gain[k : k + 4]),
                          sum(gain[k : k + 33]), sum(gain)])
