@@ -36,7 +36,7 @@ from common.files import locked
 from common.models import load_weights, make_model
 from common.muon import MuonAdamW
 from common.text import characters, in_word, marked
-from model import BOS, Block, Head, Policy
+from model import BOS, Block
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes; torchrun sets it
 RANK = int(os.environ["RANK"]) if WORLD_SIZE > 1 else 0  # this process
@@ -458,13 +458,14 @@ def open_data(hp):
 
 
 def compile_model(model, **options):
-    """Compiles the parts of the model in place. Layers of one kind share their compiled code."""
+    """Compiles the layers in place. Those of one kind share their compiled code.
+
+    For the policy and the heads, the compiler takes longer than it saves in the quick run.
+    """
     torch._dynamo.config.specialize_float = True  # soft-caps become constants in dynamic graphs
     for part in model.modules():
-        if isinstance(part, (Block, Policy)):
+        if isinstance(part, Block):
             part.compile(dynamic=part in model.middle, **options)  # the number of tokens varies
-        if isinstance(part, Head):
-            part.logp = torch.compile(part.logp, dynamic=False, **options)
 
 
 stop_signals = []  # Ctrl-C, schedulers and closed terminals add to it: the run saves and ends
