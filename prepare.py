@@ -15,10 +15,10 @@ bytes so far, and at least a row.
 
 In folders and by wildcards, it skips hidden and unreadable files, caches, installed packages, and
 what lies in a folder with shards or a checkpoint. If it is stopped, the same command continues. It
-needs memory for a document, or a gigabyte of it, and about 130 bytes for each document.
+needs memory for a document, or a gigabyte of it, or a JSON array, and about 130 bytes for each
+document.
 """
 import argparse
-import glob
 import hashlib
 import inspect
 import json
@@ -38,7 +38,8 @@ import numpy as np
 from tqdm import tqdm
 
 from common.commandline import UserError, argument_parser, parse, run_program, say
-from common.files import locked, write_text
+from common.files import locked, matches, write_text
+from common.records import find_records, read_records
 
 SHARD_BYTES = 10**8  # rounded to whole rows
 LARGEST = 2**30  # bytes; of a larger file, each such piece is a document
@@ -47,11 +48,6 @@ PRESETS = {
     "fineweb": {"hf_path": "HuggingFaceFW/fineweb", "hf_name": "sample-10BT", "pack": False},
     "codeparrot": {"hf_path": "codeparrot/codeparrot-clean", "text_column": "content",
                    "pack": False}}
-KINDS = {  # how `datasets` reads a file, by its suffix
-    "json": {"path": "json"}, "jsonl": {"path": "json"}, "ndjson": {"path": "json"},
-    "csv": {"path": "csv"}, "tsv": {"path": "csv", "sep": "\t"}, "parquet": {"path": "parquet"},
-    "arrow": {"path": "arrow"}, "txt": {"path": "text", "sample_by": "document"}}
-SUFFIX = re.compile(rf".*\.({'|'.join(KINDS)})\b[^/]*$", re.IGNORECASE)  # also .json.gz
 SKIPPED = re.compile(r"/\.|(__pycache__|(site|dist)-packages)(/|$)|\.pyc$")
 OURS = "train_00000.bin", "val_00000.bin", "ckpt.pt"
 
@@ -60,7 +56,7 @@ OURS = "train_00000.bin", "val_00000.bin", "ckpt.pt"
 class Options:
     dataset: str = "stdlib"  # stdlib, files, hf, fineweb or codeparrot
     input: list = None  # files, folders, globs, or - for stdin; each file is a document
-    hf_path: str = ""  # a dataset of the hub, a folder, or a JSON, CSV, TSV, Parquet or Arrow file
+    hf_path: str = ""  # of the hub, a folder, or a glob of JSON, CSV, TSV, Parquet or Arrow files
     hf_name: str = ""  # configuration of a dataset of the hub, e.g. sample-100BT
     split: str = "train"  # split of a dataset; no slice of it, such as train[:10%]
     text_column: str = "text"  # column of a dataset that holds the documents
@@ -115,13 +111,13 @@ def find_files(options, counts):
     paths = {}
     for root in roots:
         root = Path("/dev/stdin" if root == "-" else os.path.abspath(root))
-        found = [root] if root.exists() else [*map(Path, glob.glob(str(root), recursive=True))]
+        found = matches(root)
         if not found:
             raise UserError(f"--input={root} matches no file")
         while found:
             path = found.pop()
             real = os.path.realpath(path)
-            ours = any(Path(path.parent, name).exists() for name in OURS)
+            ours = any(os.path.exists(Path(path.parent, name)) for name in OURS)
             unreadable = not os.access(path, os.R_OK) or not (path.is_file() or path.is_dir())
             if path != root and (has_skipped_name(path, root) or ours or unreadable):
                 counts["paths skipped (see --help)"] += 1
@@ -169,46 +165,29 @@ def one_line(options):
 
 def find_dataset(options, counts):
     """A Hugging Face dataset's builder, and a text that changes if its files do. See one_line."""
-    import datasets  # here because it takes seconds
-    path = options.hf_path
-    suffix = not os.path.isdir(path) and SUFFIX.match(path)
-    if os.path.isfile(path) and not suffix:
-        raise UserError(f"--hf_path={path} has none of the suffixes {', '.join(KINDS)}; to read it "
-                        f"as text, use --dataset=files --input={path}")
-    how = {"path": path}
-    if suffix:
-        how = KINDS[suffix[1].lower()] | {"data_files": glob.escape(path)}
     with one_line(options):
-        builder = datasets.load_dataset_builder(**how, name=options.hf_name or None)
+        builder = find_records(options.hf_path, options.hf_name or None, options.split)
     return builder, f"{builder.config_id} {builder.hash}"
 
 
 def read_dataset(builder, options, state):
     """Yields what read_files yields, of a Hugging Face dataset. See one_line for its errors."""
-    import pyarrow.dataset  # here because it imports pandas
     path, column, counts = options.hf_path, options.text_column, state["counts"]
-    config = builder.config
-    config.batch_size = 1000  # of Parquet; the default fails if the first row group is empty
-    # without this, all that was read of a Parquet file stays in memory (of one of 160 MB: 115 MB)
-    config.fragment_scan_options = pyarrow.dataset.ParquetFragmentScanOptions(pre_buffer=False)
+    files = len(builder.config.data_files[options.split])
+    found = sum(file.is_file() for file in Path(path).rglob("*")) or files
+    say(f"reading {files} of {found} files of {path}")
+    record = {}
     with one_line(options):
-        records = builder.as_streaming_dataset(options.split)
-        files = len(config.data_files[options.split])
-        found = sum(file.is_file() for file in Path(path).rglob("*")) or files
-        say(f"reading {files} of {found} files of {path}")
-        if state["bookmark"]:
-            records.load_state_dict(state["bookmark"])
-        for record in records:
-            if column not in record:
+        for record, bookmark in read_records(builder, options.split, state["bookmark"]):
+            if column not in record and isinstance(bookmark, dict):  # from `datasets`: all lack it
                 raise ValueError(f"the columns are {[*record]}")
-            if "__index_level_0__" in record and builder.name == "csv":
-                raise ValueError("the first line has more fields than the header")
-            kind = type(record[column]).__name__
+            kind = type(record.get(column)).__name__
             counts[f"records of type {kind}"] += 1
             if kind == "str":
-                yield record[column].encode(), records.state_dict()
+                yield record[column].encode(errors="fffd"), bookmark
         if "records of type str" not in counts:
-            raise ValueError(f"there is no text, only {dict(counts)}")
+            raise ValueError(f"no text, but {dict(counts) or 'no records'}; the last one's columns "
+                             f"are {[*record]}")
 
 
 # ---- The output.

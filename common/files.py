@@ -8,6 +8,13 @@ from filelock import FileLock, Timeout
 from common.commandline import UserError
 
 
+def matches(path):
+    """The paths, a list, that an absolute path or glob stands for. ** does not follow links."""
+    if path.exists():
+        return [path]
+    return [*Path(path.anchor).glob(str(path.relative_to(path.anchor)))]
+
+
 def write_text(path, text):
     """Writes a text file, completely or not at all. Raises OSError."""
     part = Path(f"{path}.part")
@@ -34,4 +41,5 @@ def locked(folder):
                     Path(folder, ".lock").unlink()
                     Path(folder).rmdir()
     except Timeout:
-        raise UserError(f"another process is writing to {folder}; wait, or use another folder")
+        raise UserError(f"another process is writing to {folder}; wait, or use another folder. If "
+                        f"none is, a killed one left {folder}/.lock: remove it")

@@ -47,13 +47,15 @@ def characters(stream):
 def marked(stream):
     """Yields the characters of a stream of (byte, a, p, ...), with a mark where each token ends.
 
-    On a terminal, each character is coloured by p, unless NO_COLOR is set.
+    What looks like a mark in the text is shown as ¦. On a terminal, each character is coloured by
+    p, unless NO_COLOR is set.
     """
     # a notebook, or a program's own sys.stdout, may have neither attribute
     colour = getattr(sys.stdout, "isatty", bool)() and not os.environ.get("NO_COLOR")
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     mark = "│" if "│".encode(encoding, "ignore") else "|"
     for text, a, p in characters(stream):
+        text = text.replace(mark, "¦")
         if colour:
             text = f"\x1b[38;5;{PALETTE[round(6 * float(p))]}m{text}\x1b[0m"
         yield text + mark if a else text

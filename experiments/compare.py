@@ -56,15 +56,16 @@ def affordable_bytes(hp, flops):
 
 
 def check_unchanged(out_dir, hp):
-    """Raises UserError if out_dir holds a run with other hyperparameters."""
-    checkpoint = out_dir / "ckpt.pt"
-    if not checkpoint.exists():
-        return
-    old = vars(Hyperparameters()) | read_checkpoint(checkpoint)["config"]
-    for key, value in vars(hp).items():
-        if key not in ("out_dir", "resume", "device", "compile") and value != old[key]:
-            raise UserError(f"{out_dir} was trained with {key}={old[key]!r}, not {value!r}; use "
-                            "another --name")
+    """Raises UserError if a run that shares a mean with out_dir's has other hyperparameters."""
+    for checkpoint in sorted(out_dir.parent.glob("*/ckpt.pt")):
+        old = vars(Hyperparameters()) | read_checkpoint(checkpoint)["config"]
+        if old["system"] != hp.system:
+            continue
+        for key, value in vars(hp).items():
+            free = "seed", "out_dir", "resume", "device", "compile"
+            if key not in free and value != old[key]:
+                raise UserError(f"{checkpoint.parent} was trained with {key}={old[key]!r}, not "
+                                f"{value!r}; use another --name")
 
 
 def train_to_end(flags, out_dir):

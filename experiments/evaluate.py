@@ -4,14 +4,14 @@ Bits per byte of a trained model, with its standard error, on benchmarks and val
     python -m experiments.evaluate out piqa hellaswag arc_easy lambada heldout=data/english
     python -m experiments.evaluate out lambada=lambada_test.jsonl
 
-A benchmark is read from the Hugging Face hub, or from a .json, .jsonl or .parquet file with the
-same fields. Its items are a context and several answers, put together as in EleutherAI's LM
-evaluation harness, without examples. heldout=FOLDER reads the validation rows of prepare.py.
+A benchmark is read from the Hugging Face hub, or from a .json, .jsonl, .csv, .tsv or .parquet file
+with the same fields. Its items are a context and several answers, put together as in EleutherAI's
+LM evaluation harness, without examples. heldout=FOLDER reads the validation rows of prepare.py.
 
-Bits per byte are the bits of all right answers given their contexts, divided by the answers' bytes.
-Accuracy is the fraction of items whose right answer has the fewest bits per byte of all answers
-(the harness divides by characters). The rate is tokens per byte of all that is read. A context is
-cut at the front so that it fits the model's row with the answer.
+Bits per byte are the bits of all right answers given their contexts, divided by the answers' bytes,
+with the space before them. Accuracy is the harness's acc_norm: the fraction of items whose right
+answer has the fewest bits per character, without that space. The rate is tokens per byte of all
+that is read. A context is cut at the front so that it fits the model's row with the answer.
 
 The draws depend on an item's number only, so results repeat.
 """
@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from common.commandline import UserError, argument_parser, run_program, say
 from common.models import load_model
+from common.records import find_records, read_records
 from experiments.report import table
 from model import BOS
 from prepare import open_shards
@@ -34,8 +35,7 @@ from train import set_up_torch
 
 # ---- The benchmarks: a dataset's row -> context, answers, number of the right answer.
 def piqa(row):
-    answers = [" " + row["sol1"], " " + row["sol2"]]
-    return f"Question: {row['goal']}\nAnswer:", answers, int(row["label"])
+    return f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], row["label"]
 
 
 def hellaswag(row):
@@ -44,35 +44,36 @@ def hellaswag(row):
         return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
     context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-    answers = [" " + clean(ending) for ending in row["endings"]]
-    return clean(context), answers, int(row["label"])
+    return clean(context), [clean(ending) for ending in row["endings"]], row["label"]
 
 
 def arc_easy(row):
-    answers = [" " + text for text in row["choices"]["text"]]
     right = row["choices"]["label"].index(row["answerKey"])
-    return f"Question: {row['question']}\nAnswer:", answers, right
+    return f"Question: {row['question']}\nAnswer:", row["choices"]["text"], right
 
 
 def lambada(row):
     context, _, word = row["text"].rpartition(" ")
-    return context, [" " + word], 0
+    return context, [word], 0
 
 
-BENCHMARKS = {  # name: how to read a row, and where datasets.load_dataset finds the rows
-    "piqa": (piqa, {"path": "baber/piqa", "split": "validation"}),
-    "hellaswag": (hellaswag, {"path": "Rowan/hellaswag", "split": "validation"}),
-    "arc_easy": (arc_easy, {"path": "allenai/ai2_arc", "name": "ARC-Easy", "split": "test"}),
-    "lambada": (lambada, {"path": "EleutherAI/lambada_openai", "name": "default", "split": "test"})}
+BENCHMARKS = {  # name: how to read a row, and where it is: path, configuration and split
+    "piqa": (piqa, "baber/piqa", None, "validation"),
+    "hellaswag": (hellaswag, "Rowan/hellaswag", None, "validation"),
+    "arc_easy": (arc_easy, "allenai/ai2_arc", "ARC-Easy", "test"),
+    "lambada": (lambada, "EleutherAI/lambada_openai", "default", "test")}
 
 
 def read_items(task, seq_len):
-    """[(context, answers, number of the right one)] of a task, in bytes. Raises UserError."""
+    """[(context, answers, their lengths, number of the right one)] of a task. Raises UserError.
+
+    Context and answers are bytes; a length is in characters, without the space before an answer.
+    """
     name, _, place = task.partition("=")
     place = os.path.expanduser(place)
     if name == "heldout":
         shards = open_shards(place, "val", seq_len)
-        return [(b"", [row.tobytes()], 0) for shard in shards for row in shard]
+        return [(b"", [row.tobytes()], [len(row)], 0) for shard in shards for row in shard]
     if name not in BENCHMARKS:
         raise UserError(f"unknown task '{task}'; use {', '.join(BENCHMARKS)} or heldout=FOLDER")
     import datasets  # here because it takes seconds
@@ -81,23 +82,25 @@ def read_items(task, seq_len):
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs it also raises
     huggingface_hub.logging.set_verbosity_error()
     datasets.disable_progress_bars()
-    read, source = BENCHMARKS[name]
-    if place:
-        builder = "parquet" if place.lower().endswith(".parquet") else "json"
-        source = {"path": builder, "data_files": place, "split": "train"}
+    read, *source = BENCHMARKS[name]
+    path, configuration, split = [place, None, "train"] if place else source
     items = []
     try:
-        for row in datasets.load_dataset(**source, streaming=True):  # downloads this split only
+        builder = find_records(path, configuration, split)
+        for row, _ in read_records(builder, split, None):
             context, answers, right = read(row)
-            if right < 0:
-                raise ValueError("the label is hidden")
-            items.append((context.encode(), [answer.encode() for answer in answers], right))
+            if not 0 <= int(right) < len(answers):
+                raise ValueError(f"label {right} of {len(answers)} answers")
+            spaces = context[len(context.rstrip()) :] + " "  # like the harness, before the answers
+            items.append((context.rstrip().encode(errors="fffd"),
+                          [(spaces + answer).encode(errors="fffd") for answer in answers],
+                          [*map(len, answers)], int(right)))
     except Exception as error:  # datasets raises dozens of kinds
-        raise UserError(
-            f"{name}: cannot read {place or source['path']} ({type(error).__name__}: {error}); "
-            f"give a .json, .jsonl or .parquet file with labels: {name}=FILE") from error
+        raise UserError(f"{name}: cannot read item {len(items) + 1} of {path} "
+                        f"({type(error).__name__}: {error}); give a .json, .jsonl, .csv, .tsv or "
+                        f".parquet file with labels: {name}=FILE") from error
     if not items:
-        raise UserError(f"{name}: {place or source['path']} holds no items")
+        raise UserError(f"{name}: {path} holds no items")
     return items
 
 
@@ -130,11 +133,11 @@ def ratio(bits, sizes):
 def task_row(model, items, autocast):
     """The cells of a task's line in the table. There is no accuracy with a single answer."""
     results = []
-    for i, (context, answers, right) in enumerate(tqdm(items, disable=None)):
+    for i, (context, answers, lengths, right) in enumerate(tqdm(items, disable=None)):
         scores = [score(model, context, answer, i, autocast) for answer in answers]
         bits, tokens, read = np.array(scores).T  # of each answer
         sizes = np.array([len(answer) for answer in answers])
-        hit = (bits / sizes).argmin() == right
+        hit = (bits / lengths).argmin() == right
         results.append((bits[right], sizes[right], hit, tokens.sum(), read.sum()))
     bits, sizes, hits, tokens, read = np.array(results).T  # of each item
     value, error = ratio(bits, sizes)

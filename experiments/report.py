@@ -11,7 +11,7 @@ rows (held_out); and the quantities below. A run that is added again replaces it
 
 In a README, the lines from <!-- TABLE QUANTITY QUANTITY --> to the next empty line are such a
 table: a row for each system or label, and columns for each text and quantity. A cell is a mean over
-seeds. A seed that ran in two precisions counts with their mean. The quantities:
+seeds, so its runs must be alike. A seed that ran in two precisions counts with their mean:
 
     bits       bits per byte of the validation rows, +- the standard error (number of seeds)
     lead       the row's bits minus those of learned tokens, +- the standard error if both have one
@@ -207,6 +207,28 @@ def identity(run):
     return json.dumps([run[key] for key in keys])
 
 
+def check_alike(run, others):
+    """Raises UserError if a run shares a cell with one that differs not only in seed and precision.
+
+    Runs of equal FLOPs read as many bytes within a twentieth.
+    """
+    def place(run):
+        return run["table"], run["text"], run["label"] or run["system"]
+
+    for other in others:
+        if place(other) != place(run):
+            continue
+        for key in "system", "flags", "held_out", "MB":
+            old, new = other[key], run[key]
+            alike = old == new or None in (old, new)
+            if key == "MB":
+                alike = max(old, new) <= 1.05 * min(old, new)
+            if not alike:
+                raise UserError(f"in the table {run['table']}, {run['text']} has a run of "
+                                f"{key}={old} and seed {other['seed']}, and this one has "
+                                f"{key}={new}; give another --label or --text")
+
+
 def main(argv=None):
     parser = argument_parser(__doc__)
     add = parser.add_argument
@@ -229,6 +251,7 @@ def main(argv=None):
         measured = folder / "measured.json"
         if measured.exists():
             run |= json.loads(measured.read_text())
+        check_alike(run, runs.values())
         runs[identity(run)] = run
     readmes = [with_tables(path.read_text(encoding="utf-8"), runs.values()) for path in READMES]
     lines = [json.dumps(run) + "\n" for run in runs.values()]

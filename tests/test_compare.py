@@ -221,6 +221,29 @@ def test_recorded_runs_become_the_tables_of_the_readmes(runs, monkeypatch, capsy
         report.main([*folders, "--table=x"])
 
 
+@pytest.mark.parametrize("old, new, message", [
+    ('"embedding_dim": 16', '"embedding_dim": 32', "has a run of flags={"),
+    ('"bytes": 4000000.0', '"bytes": 4300000.0', "has a run of MB=4.0 and seed 1, and this one has "
+     "MB=4.3; give another --label or --text"),
+    ('"held_out": "', '"held_out": "other', "has a run of held_out="),
+    ('"system": "learned"', '"system": "random"', "has a run of system=learned and seed 1, and")])
+def test_only_runs_that_differ_in_seed_and_precision_share_a_cell(
+        old, new, message, runs, monkeypatch):
+    monkeypatch.setattr(report, "RUNS", runs / "runs.jsonl")
+    monkeypatch.setattr(report, "READMES", [])
+    report.RUNS.write_text("")
+    log = runs / "runs/learned-2/log.jsonl"
+    changed = log.read_text().replace("float32", "float16")
+    add = ["--table=x", "--text=C", "--machine=m", "--label=all"]
+    log.write_text(changed.replace(old, new))
+    with pytest.raises(UserError, match=message):
+        report.main([*add, f"{runs}/runs/learned-1", f"{runs}/runs/learned-2"])
+    assert report.RUNS.read_text() == ""
+    log.write_text(changed)
+    report.main([*add, f"{runs}/runs/learned-1", f"{runs}/runs/learned-2"])
+    assert len(read_jsonl(report.RUNS)) == 2
+
+
 def test_the_readmes_tables_are_those_of_the_recorded_runs():
     recorded = read_jsonl(report.RUNS)
     for path in report.READMES:
@@ -311,6 +334,8 @@ def test_a_failed_run_does_not_end_a_comparison(data, tmp_path, monkeypatch, cap
     assert cells(results / "table.md") == [uniform]
     with pytest.raises(UserError, match="trained with gamma=0.97, not 0.5; use another --name"):
         compare.main([*flags, "--systems=uniform", "--gamma=0.5"])
+    with pytest.raises(UserError, match="trained with training_bytes=512, not 1024"):
+        compare.main([*flags, "--systems=uniform", "--first_seed=1", "--training_bytes=1024"])
     (results / "runs/uniform-1337/ckpt.pt").write_bytes(b"")
     with pytest.raises(UserError, match="ckpt.pt is damaged"):
         compare.main([*flags, "--systems=uniform"])

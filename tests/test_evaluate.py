@@ -23,27 +23,34 @@ ROWS = {
     "hellaswag": {"activity_label": "Baking", "ctx_b": "the Cook", "ctx": "unused", "label": "0",
                   "ctx_a": "How to bake [title] Mix. [step] Two  cups.",
                   "endings": ["stirs [substeps] it. ", "sleeps.", "[header] runs", "é"]},
+    "hellaswag ": {"activity_label": "Rowing", "ctx_a": "He sits. [step]", "ctx_b": "", "label": 1,
+                   "endings": [" rows", "is [title] wet"]},
     "arc_easy": {"question": "Which is hot?", "answerKey": "2",
                  "choices": {"text": ["ice", "fire", "snow"], "label": ["1", "2", "3"]}},
+    "arc_easy ": {"question": "Which year?", "answerKey": "B",
+                  "choices": {"text": ["1900-01-02", "2000-01-02"], "label": ["A", "B"]}},
     "lambada": {"text": 'He said "no.\n\nI saw Ann'}}
-PROMPTS = {  # what the harness makes of them
-    "piqa": ("Question: Boil an egg\nAnswer:", [" Freeze it.", " Use hot water."], 1),
+PROMPTS = {  # what lm-evaluation-harness 0.4.13 makes of them, and by what acc_norm divides
+    "piqa": ("Question: Boil an egg\nAnswer:", [" Freeze it.", " Use hot water."], [10, 14], 1),
     "hellaswag": ("Baking: How to bake. Mix. Two cups. The cook",
-                  [" stirs it.", " sleeps.", "  runs", " é"], 0),
-    "arc_easy": ("Question: Which is hot?\nAnswer:", [" ice", " fire", " snow"], 1),
-    "lambada": ('He said "no.\n\nI saw', [" Ann"], 0)}
+                  [" stirs it.", " sleeps.", "  runs", " é"], [9, 7, 5, 1], 0),
+    "hellaswag ": ("Rowing: He sits.", ["  rows", "  is. wet"], [4, 7], 1),
+    "arc_easy": ("Question: Which is hot?\nAnswer:", [" ice", " fire", " snow"], [3, 4, 4], 1),
+    "arc_easy ": ("Question: Which year?\nAnswer:", [" 1900-01-02", " 2000-01-02"], [10, 10], 1),
+    "lambada": ('He said "no.\n\nI saw', [" Ann"], [3], 0)}
 
 
-@pytest.mark.parametrize("name, suffix", [*zip(ROWS, ["jsonl", "parquet", "jsonl", "PARQUET"])])
+@pytest.mark.parametrize("name, suffix", [
+    *zip(ROWS, ["jsonl", "parquet", "jsonl", "jsonl", "jsonl", "PARQUET"])])
 def test_prompts_are_those_of_the_harness(name, suffix, tmp_path):
     import datasets
     datasets.disable_progress_bars()
     rows = datasets.Dataset.from_list([ROWS[name]] * 2)
     file = tmp_path / f"rows.{suffix}"
     rows.to_parquet(file) if suffix.lower() == "parquet" else rows.to_json(file)
-    context, answers, right = PROMPTS[name]
-    item = context.encode(), [answer.encode() for answer in answers], right
-    assert evaluate.read_items(f"{name}={file}", 16) == [item, item]
+    context, answers, lengths, right = PROMPTS[name]
+    item = context.encode(), [answer.encode() for answer in answers], lengths, right
+    assert evaluate.read_items(f"{name.strip()}={file}", 16) == [item, item]
 
 
 @torch.no_grad()
@@ -91,13 +98,13 @@ def test_the_standard_error_is_that_of_a_bootstrap():
     assert evaluate.ratio(np.array([1.0, 3.0]), np.ones(2)) == pytest.approx((2, 1))  # 2^.5 / 2^.5
 
 
-def test_accuracy_counts_bits_per_byte_and_only_right_answers_are_averaged(monkeypatch):
-    items = [(b"", [bytes(2), bytes(10)], 1), (b"", [bytes(4), bytes(8)], 1),
-             (b"", [bytes(3), bytes(2)], 0)]
-    scores = iter([(6.0, 1, 4), (20.0, 1, 4), (4.0, 1, 4), (12.0, 1, 4), (3.0, 2, 8), (8.0, 3, 8)])
+def test_accuracy_counts_bits_per_character_and_only_right_answers_are_averaged(monkeypatch):
+    items = [(b"", [bytes(3), bytes(11)], [2, 10], 1), (b"", [bytes(5), bytes(9)], [4, 8], 1),
+             (b"", [bytes(4), bytes(5)], [3, 2], 0)]
+    scores = iter([(4.2, 1, 4), (20.0, 1, 4), (4.0, 1, 4), (12.0, 1, 4), (3.0, 2, 8), (8.0, 3, 8)])
     monkeypatch.setattr(evaluate, "score", lambda *_: next(scores))
-    line = evaluate.task_row(None, items, None)  # per byte 3 and 2, 1 and 1.5, 1 and 4
-    assert line[:3] == ["3", "21", "1.6667"] and line[4:] == ["0.6667", "0.2812"]
+    line = evaluate.task_row(None, items, None)  # per character 2.1 and 2, 1 and 1.5, 1 and 4
+    assert line[:3] == ["3", "24", "1.4583"] and line[4:] == ["0.6667", "0.2812"]
 
 
 def test_validation_rows_are_all_of_the_split(trained, data, monkeypatch, capsys):
@@ -111,23 +118,27 @@ def test_validation_rows_are_all_of_the_split(trained, data, monkeypatch, capsys
 @pytest.mark.parametrize("arguments, message", [
     (["no/such.pt", "piqa"], "there is no checkpoint no/such.pt"),
     (["{trained}", "boolq"], "unknown task 'boolq'; use piqa, hellaswag, arc_easy, lambada or"),
-    (["{trained}", "piqa=no/such.jsonl"], "piqa: cannot read no/such.jsonl"),
-    (["{trained}", "piqa={tmp}/gap.jsonl"], "cannot read {tmp}/gap.jsonl (KeyError: 'sol1')"),
-    (["{trained}", "piqa={tmp}/hidden.jsonl"], "(ValueError: the label is hidden)"),
-    (["{trained}", "piqa"], "(ConnectionError: no network); give a .json, .jsonl or .parquet"),
+    (["{trained}", "piqa=no/such.jsonl"], "piqa: cannot read item 1 of no/such.jsonl"),
+    (["{trained}", "piqa={tmp}/gap.jsonl"], "read item 1 of {tmp}/gap.jsonl (KeyError: 'sol1')"),
+    (["{trained}", "piqa={tmp}/label-1.jsonl"], "item 3 of {tmp}/label-1.jsonl (ValueError: label"),
+    (["{trained}", "piqa={tmp}/label3.jsonl"], "(ValueError: label 3 of 2 answers); give a .json"),
+    (["{trained}", "piqa"], "(ConnectionError: no network); give a .json, .jsonl"),
     (["{trained}", "heldout={tmp}"], "no {tmp}/meta.json")])
 def test_mistakes_are_explained(arguments, message, trained, tmp_path, monkeypatch):
     import datasets
-    load = datasets.load_dataset
+    load = datasets.load_dataset_builder
 
     def offline(path, **options):
         if path == "baber/piqa":
             raise ConnectionError("no network")
         return load(path, **options)
 
-    monkeypatch.setattr(datasets, "load_dataset", offline)
+    monkeypatch.setattr(datasets, "load_dataset_builder", offline)
     (tmp_path / "gap.jsonl").write_text(json.dumps({"goal": "a", "sol2": "b"}))
-    (tmp_path / "hidden.jsonl").write_text(json.dumps(ROWS["piqa"] | {"label": -1}))
+    monkeypatch.delattr(evaluate, "score")  # no item is scored
+    for label in -1, 3:
+        rows = [ROWS["piqa"], ROWS["piqa"], ROWS["piqa"] | {"label": label}]
+        (tmp_path / f"label{label}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     names = {"tmp": tmp_path, "trained": trained / "ckpt.pt"}
     with pytest.raises(UserError, match=re.escape(message.format(**names))):
         evaluate.main([argument.format(**names) for argument in arguments])

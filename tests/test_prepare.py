@@ -1,4 +1,5 @@
 """prepare.py against oracles that share no code with it."""
+import errno
 import gzip
 import itertools
 import json
@@ -10,6 +11,8 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
+from collections import Counter
 from pathlib import Path, PureWindowsPath
 
 import numpy as np
@@ -353,6 +356,41 @@ def test_folders_behind_links_are_read_once_even_in_a_circle(documents, tmp_path
     assert "; 1 paths skipped" in capsys.readouterr().out
 
 
+def test_a_glob_of_a_folder_with_links_to_itself_ends_and_finds_each_file_once(
+        documents, tmp_path):
+    """Each further level would double the paths, until one is too long."""
+    for i in range(3):
+        (tmp_path / f"in/001/up{i}").symlink_to("..")
+    prepare.main(["--dataset=files", f"--out_dir={tmp_path}/out", "--seq_len=100",
+                  f"--input={tmp_path}/in/**/0???"])
+    sides(documents, tmp_path / "out")
+
+
+def test_a_folder_that_may_be_listed_but_not_entered_is_skipped_and_counted(documents):
+    """Root may do all, so it becomes another user for this."""
+    folder = Path(tempfile.mkdtemp())  # pytest's folders are for one user only
+    try:
+        for name in "a", "closed":
+            (folder / name).mkdir()
+            (folder / name / "x.txt").write_bytes(documents[0])
+        (folder / "closed").chmod(0o744)
+        folder.chmod(0o755)
+        users = os.getresuid()
+        if users[0] == 0:
+            os.setresuid(65534, 65534, 0)
+        else:
+            (folder / "closed").chmod(0o444)
+        for place in folder, folder / "*", folder / "**/*.txt":
+            counts = Counter()
+            files, _ = prepare.find_files(prepare.Options("files", [str(place)]), counts)
+            assert files == [folder / "a/x.txt"]
+            assert "**" in str(place) or counts == {"paths skipped (see --help)": 1}
+    finally:
+        os.setresuid(*users)
+        (folder / "closed").chmod(0o755)
+        shutil.rmtree(folder)
+
+
 def test_pipes_are_read_and_a_reader_that_is_gone_is_ignored(tmp_path):
     for i in range(2):
         (tmp_path / f"{i}").write_bytes(b"%d" % i * 900)
@@ -448,20 +486,24 @@ def test_what_is_no_damage_is_not_called_so(documents, tmp_path, monkeypatch):
 
 
 # ---- Hugging Face datasets.
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "tsv.gz", "parquet", "csv"])
 def test_hugging_face_files_continue_after_ctrl_c_unless_they_changed(
         kind, tmp_path, monkeypatch, capsys):
-    import pyarrow.csv
     import pyarrow.parquet
     rng = random.Random(1)
     texts = [f"{i:06d}" + "é" * rng.randrange(200) if i % 30 else None for i in range(1500)]
     path = hf_path = tmp_path / f"[a] 1.{kind}"
-    table = pyarrow.table({"body": texts, "n": [*map(str, range(1499)), "no number"]})
     if kind == "jsonl":
         path.write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
-    elif kind == "csv":
-        pyarrow.csv.write_csv(table, path)
+    elif kind == "json":
+        path.write_text(json.dumps([{"body": text} for text in texts]))
+    elif kind != "parquet":  # with a short row where there is no text
+        cut = "," if kind == "csv" else "\t"
+        rows = [f'{i}{cut}"{text}"' if text else f"{i}" for i, text in enumerate(texts)]
+        content = "\r\n".join([f"n{cut}body", *rows]).encode()
+        path.write_bytes(content if kind == "csv" else gzip.compress(content))
     else:  # row groups that no shard ends with, in two files
+        table = pyarrow.table({"body": texts, "n": [*map(str, range(1499)), "no number"]})
         hf_path = tmp_path / "in"
         hf_path.mkdir()
         path = hf_path / "b.parquet"
@@ -492,15 +534,24 @@ TEXTS = ["first one, ", "☺ second"]
      "2 records of type str, 2 records of type NoneType, 1 records of type list"),
     ("a.json", json.dumps([{"text": "first one,"}, {"body": 7}, {"text": "second one"}], indent=2),
      ["first one,", "second one"], "2 records of type str, 1 records of type NoneType"),
-    ("a.json", json.dumps({"text": "pretty one"}, indent=2) + '{"text": "concaten. "}',
-     ["pretty one", "concaten. "], "2 records"),
-    ("a.csv", 'n,text\n1,"quoted, so"\n2,\n3,second one\n', ["quoted, so", "second one"],
+    ("a.json", json.dumps({"text": "pretty\nand alone"}, indent=2), ["pretty\nand alone"],
+     "1 records"),
+    ("a.csv", 'n,text\n1,"quoted, so"\n\n2\n3,second one\n', ["quoted, so", "second one"],
      "2 records of type str, 1 records of type NoneType"),
     ("a.ndjson", RECORDS, TEXTS, "2 records of type str"),
     ("a.txt.Json", RECORDS, TEXTS, "2 records of type str"),
     ("a.JSONL.GZ", gzip.compress(RECORDS), TEXTS, "2 records"),
     ("a.Tsv", 'n\ttext\n1\tone, two\n2\tsecond one\n', ["one, two", "second one"], "2 records"),
-    ("a.TXT", "a line\nanother\nend", ["a line\nanother\nend"], "1 records"),
+    # not the types, dates and missing values that a reader might guess
+    ("a.jsonl", b"".join(b'{"text": "%d-%02d-28T00:00", "n": %s}\n' % (i, i % 12 + 1, n)
+                         for i, n in enumerate([b"7", b'"x"', b"null", b"[1.5]"], 2001)),
+     ["2001-10-28T00:00", "2002-11-28T00:00", "2003-12-28T00:00", "2004-01-28T00:00"], "4 records"),
+    ("a.csv", "text\nN/A n/a\nnan\n-1.#IND\n00017.50\nTrue\n#N/A N/A\n",
+     ["N/A n/a", "nan", "-1.#IND", "00017.50", "True", "#N/A N/A"], "6 records of type str"),
+    ("a.jsonl", r'{"text": "low \udc4f"}' '\n' r'{"text": "two \ud83d\ud83d, one \ud83d\ude00"}',
+     ["low \ufffd", "two \ufffd\ufffd, one 😀"], "2 records"),
+    ("a.tsv.gz", gzip.compress(f'\ufeff"text"\tn\n{"long" * 50_000}\t1\n"a\n ""b"""\n'.encode()),
+     ["long" * 50_000, 'a\n "b"'], "2 records"),
 ])
 def test_records_are_read_whatever_the_suffix_and_those_without_text_are_counted(
         name, content, texts, counts, tmp_path, monkeypatch, capsys):
@@ -538,22 +589,49 @@ def test_a_bad_file_in_a_folder_is_named(tmp_path):
     for name in "abc":
         line = "no JSON" if name == "b" else '{"text": "0123456789"}'
         (tmp_path / f"in/{name}.jsonl").write_text(line)
-    _, errors = run("prepare.py", *hf(tmp_path / "in", tmp_path / "out"), code=2)
-    log, line = errors.splitlines()
-    assert f"'{tmp_path}/in/b.jsonl'" in log
-    assert line.startswith("prepare.py: cannot read ") and "JSON parse error" in line
+    line = error_of(*hf(tmp_path / "in", tmp_path / "out"))
+    assert line.startswith("cannot read ") and f"{tmp_path}/in/b.jsonl, line 1: Expect" in line
+
+
+def test_a_stopped_run_goes_on_at_its_byte(tmp_path, monkeypatch):
+    """What was read is made unreadable."""
+    path = tmp_path / "a.ndjson"
+    lines = [json.dumps({"text": f"{i:09d}é"}) + "\n" for i in range(500)]
+    path.write_text("".join(lines))
+    time = path.stat().st_mtime_ns
+    interrupt(monkeypatch, hf(path, tmp_path / "out"), notes=3)
+    read = json.loads((tmp_path / "out/progress.json").read_text())["counts"]["records of type str"]
+    path.write_text("".join("?" * (len(line) - 1) + "\n" for line in lines[: read - 1])
+                    + "".join(lines[read - 1 :]))
+    os.utime(path, ns=(time, time))
+    prepare.main(hf(path, tmp_path / "out"))
+    sides([f"{i:09d}é".encode() for i in range(500)], tmp_path / "out", 10)
+
+
+def test_a_glob_of_records_is_read_like_one_of_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wanted = ["sets/a/1.jsonl", "sets/a/b/[2].jsonl", "sets/a/test.csv"]
+    for path in [*wanted, "sets/a/.old.jsonl", "sets/a/notes.md"]:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(f"text\n{path:>20}" if "csv" in path else '{"text": "%20s"}' % path)
+    Path("sets/a/again").symlink_to("../a")
+    prepare.main(hf("sets/**/*[lv]", "out"))
+    sides([f"{path:>20}".encode() for path in wanted], Path("out"), 10)
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("a.jsonl", '{"body": "x", "n": 1}', r"--text_column=text .* the columns are \['body', 'n'\]"),
-    ("a.jsonl", '{"text": 7}\n{"text": 8}\n', r"no text, only {'records of type int': 2}"),
-    ("a.jsonl", "version https://git-lfs.github.com/spec/v1\nsize 1", "JSON parse error"),
+    ("a.jsonl", '{"body": "x", "n": 1}', r"--text_column=text .*'records of type NoneType': 1}; "
+     r"the last one's columns are \['body', 'n'\]"),
+    ("a.jsonl", '{"text": 7}\n{"text": 8}\n', r"no text, but {'records of type int': 2}"),
+    ("a.jsonl", "version https://git-lfs.github.com/spec/v1\nsize 1", "line 1: Expecting value"),
     ("a.jsonl", "", "no records"),
-    ("a.json", '[{"text": "x"},', "a.json: "),
-    ("a.csv", 'text\nx\n"y\n', "starting at row 2"),
-    ("a.csv", "id,text\n1,ok\n2,Yes, well, no\n", "Expected 2 fields in line 3, saw 4"),
-    ("a.csv", "id,text\n2,Yes, well, no\n1,ok\n", "the first line has more fields"),
-    ("notes.Doc", "text", "has none of the suffixes json, .* --dataset=files --input=.*notes.Doc"),
+    ("a.json", '[{"text": "x"},\n{"text": "y"},', "a.json, line 2: "),
+    ("a.ndjson", b'{"text": null}\n\n{"text": "\xff"}', "a.ndjson, line 3: .* byte 0xff"),
+    ("a.jsonl", '\ufeff\n"no object"', "a.jsonl, line 2: this is no JSON object"),
+    ("a.csv", 'n,text\n"x\ny"\n1,"y\nz\n', "a.csv, line 4: unexpected end of data"),
+    ("a.tsv", 'n\ttext\n1\n"2" y\tx\n3\tz\n', "a.tsv, line 3: '\t' expected after"),
+    ("a.csv", "id,text\n2,Yes, well, no\n1,ok\n", "line 2: 4 fields, but the header has 2"),
+    ("notes.Doc", "text", "notes.Doc is no .json, .* --dataset=files"),
     ("a.parquet", None, "Unable to find"),
     ("a.jsonl.gz", gzip.compress(bytes(9999))[:30], "ended before"),
 ])
@@ -628,6 +706,21 @@ def test_a_folder_belongs_to_one_process_until_that_ends(tmp_path):
     assert not (tmp_path / "new").exists()  # nothing was written
 
 
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_a_lock_that_a_killed_process_left_where_there_is_no_flock_is_named(
+        documents, tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/.lock").write_text("1\nanother-host\n")
+    line = error_of(*small(tmp_path))
+    assert line.endswith(f"a killed one left {tmp_path}/out/.lock: remove it")
+    (tmp_path / "out/.lock").unlink()
+    prepare.main(small(tmp_path))
+
+
 @pytest.mark.parametrize("arguments, message", [
     ("--input=books", "--input and --dataset=files need each other"),
     ("--dataset=hf --hf_path=", "--hf_path and --dataset=hf need each other"),
@@ -636,7 +729,7 @@ def test_a_folder_belongs_to_one_process_until_that_ends(tmp_path):
     ("--dataset=files --input=no/such", "/no/such matches no file"),
     ("--dataset=hf --hf_path=no.jsonl", "Unable to find"),
     ("--dataset=hf --hf_path={tmp}/a.jsonl --split=test",
-     "--split=test of {tmp}/a.jsonl: Bad split: test. Available splits: ['train']"),
+     "--split=test of {tmp}/a.jsonl: the splits are train"),
     ("{files} --seq_len=301 --pack=False", "(--pack=False; all used)"),
     ("{files} --seq_len=100 --max_bytes=199", "larger --max_bytes"),
     ("{files} --max_bytes=-1", "--max_bytes=-1 must be at least 0"),

@@ -1,4 +1,5 @@
 """sample.py, and common/text.py."""
+import io
 import math
 import re
 import shutil
@@ -85,6 +86,13 @@ def test_valid_characters_are_shown_as_they_are_and_control_characters_as_pictur
     assert "".join(c for c, _, _ in shown(text.encode())) == text
     controls = b"\t\x1b\x7f" + "\x85\x9b".encode()
     assert "".join(c for c, _, _ in shown(controls)) == "␉␛␡␛E␛["
+
+
+@pytest.mark.parametrize("encoding, shown", [("utf-8", "x¦│ | y"), ("cp1252", "x│| ¦ y")])
+def test_only_a_mark_looks_like_a_mark(encoding, shown, monkeypatch):
+    text = "x│ | y".encode()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+    assert "".join(marked((byte, i == 3, 0.5) for i, byte in enumerate(text))) == shown
 
 
 def test_colour_goes_from_blue_to_yellow_with_p_on_a_terminal(monkeypatch):
