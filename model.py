@@ -33,7 +33,7 @@ def softcap(z, c):
 
 
 def linear(inputs, outputs):
-    """A matrix without a bias, whose outputs have about the size of its inputs at first."""
+    """A matrix without a bias. At first its outputs have the variance of its inputs."""
     layer = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(layer.weight, std=inputs**-0.5)
     return layer
@@ -62,7 +62,8 @@ def rotate(x, cos, sin):
 def softcapped_attention(q, k, v, mask):
     """Attention of q (..., Q, head_dim) over k and v (..., K, head_dim).
 
-    mask (..., Q, K) is True where q may attend.
+    mask (..., Q, K) is True where q may attend. torch's scaled_dot_product_attention has no
+    soft-cap.
     """
     scores = (q @ k.mT).float() / math.sqrt(q.size(-1))
     scores = softcap(scores, 50.0)  # Gemma 2's constant
@@ -80,6 +81,7 @@ def window_attention(q, k, v, window):
     C = min(window, N)  # the size of a chunk
     q, k, v = [F.pad(z, (0, 0, 0, -N % C)).unflatten(2, (-1, C)) for z in (q, k, v)]
     # (B, heads, chunks, C, head_dim); the padding at the end of the row is seen by padding only
+    # the chunk before each chunk; before the first one, zeros
     before_k, before_v = [F.pad(z, (0, 0, 0, 0, 1, 0))[:, :, :-1] for z in (k, v)]
     k = torch.cat((before_k, k), dim=3)  # (B, heads, chunks, 2 C, head_dim)
     v = torch.cat((before_v, v), dim=3)
@@ -87,7 +89,7 @@ def window_attention(q, k, v, window):
     i = j[C:, None]  # of the queries
     mask = (j <= i) & (j > i - window)  # (C, 2 C)
     chunk = torch.arange(q.size(2), device=q.device)[:, None, None]
-    mask = mask & ((j >= C) | (chunk > 0))  # (chunks, C, 2 C); before the first chunk is nothing
+    mask = mask & ((j >= C) | (chunk > 0))  # (chunks, C, 2 C), without those zeros
     y = softcapped_attention(q, k, v, mask)  # (B, heads, chunks, C, head_dim)
     return y.flatten(2, 3)[:, :, :N]  # (B, heads, N, head_dim)
 
@@ -172,7 +174,7 @@ class Policy(nn.Module):
         """X (B, N, D) -> l (B, N, 2^w), float32. Bit j-1 of a history is the decision a_{i-j}."""
         with torch.autocast(X.device.type, enabled=False):
             z = self.linear(self.norm(X).float())  # (W_0 X_i, ..., W_w X_i)
-        raw = z[..., :1]  # eq. 21 for the empty history; each turn below doubles the histories
+        raw = z[..., :1]  # eq. 21 without earlier boundaries; each turn doubles the histories
         for j in range(1, 1 + self.hp.policy_window):
             raw = torch.cat((raw, raw + z[..., j : j + 1]), dim=-1)  # a_{i-j} = 0, a_{i-j} = 1
         target = self.hp.downsample_rate_target
@@ -186,7 +188,7 @@ def draw(p, u, history):
     """Draws boundaries a (B, N) bool from uniforms u (B, N), in parallel.
 
     p (B, N, 2^w) holds p_i for each history, the last w decisions as a number: its bit j-1 is
-    a_{i-j}. history is the one before the row, 0, or (B, 1) if the row goes on. Also returns the
+    a_{i-j}. history is that before position 0: 0 at a row's start, else (B, 1). Also returns the
     history before each position, (B, N, 1). The result is exactly that of
 
         for i in range(N):
@@ -210,7 +212,7 @@ def draw(p, u, history):
         first = table[..., ::2, :]
         second = table[..., 1::2, :]
         table = second.gather(-1, first)  # first, then second
-    history = table.new_zeros(table.shape[:-1]) + history  # (B, 1)
+    history = table.new_zeros(table.shape[:-1]) + history  # broadcast to (B, 1)
     for table in reversed(levels):  # the down-sweep
         first = table[..., ::2, :]
         between = first.gather(-1, history[..., None])[..., 0]  # the history after the first
@@ -243,7 +245,7 @@ def token_layout(a, multiple=8):
 
 
 def pick(z, i):
-    """z_i in each row: z (B, M, D), i (B, N) -> (B, N, D)."""
+    """z_i in each row: z (B, K, D), indices i (B, L) into K -> (B, L, D)."""
     return z.gather(1, i[..., None].expand(-1, -1, z.size(2)))
 
 
@@ -254,7 +256,7 @@ class Head(nn.Module):
     def __init__(self, dim):
         super().__init__()
         self.norm = RMSNorm(dim)
-        self.linear = linear(dim, VOCAB_SIZE)
+        self.linear = nn.Linear(dim, VOCAB_SIZE, bias=False)
         nn.init.normal_(self.linear.weight, std=0.02)
 
     def logits(self, Z):
@@ -306,16 +308,16 @@ class UNet(nn.Module):
         self.hp = hp
         D, heads, window = hp.embedding_dim, hp.num_heads, hp.attention_window
         self.embedding = nn.Embedding(VOCAB_SIZE, D)  # standard deviation 1
-        self.down = nn.ModuleList(
+        self.down = nn.ModuleList(  # the encoder's layers
             Block(D, heads, D, window) for _ in range(hp.n_down_layers))
         self.middle = nn.ModuleList(
             Block(D, heads, 4 * D) for _ in range(hp.n_mid_layers))
-        self.up = nn.ModuleList(
+        self.up = nn.ModuleList(  # the decoder's
             Block(D, heads, D, window) for _ in range(hp.n_up_layers))
         self.head = Head(D)
 
     def transform(self, blocks, x, positions, cache=None):
-        """Applies blocks to x (B, N, D) at positions (N,) or (B, N), in bytes of this piece."""
+        """Applies blocks to x (B, N, D) at byte positions (N,) or (B, N), counted in this piece."""
         if cache:
             positions = positions + cache.length
         head_dim = self.hp.embedding_dim // self.hp.num_heads
@@ -366,9 +368,9 @@ class Model(UNet):
         self.early_head = copy.deepcopy(self.head)  # W_early, eq. 14
 
     def forward(self, x, u, cache=None):
-        """Bytes x and uniforms u (B, N) -> Output. Nothing at i depends on a later byte or decision.
+        """Bytes x and uniforms u (B, N) -> Output. Nothing at i depends on later bytes or decisions.
 
-        With a cache, x is the next piece of a row, and the result is that for the whole row.
+        With a cache, x is a row's next piece, and the output is that of a pass over the whole row.
         """
         X = self.encode(x, cache)  # eq. 1
         all_l = self.policy(X)  # (B, N, 2^w): l after each possible history

@@ -10,8 +10,8 @@ Documents are packed end to end, with two newlines after each. Only the last byt
 val, less than a row each, are left out. With --pack=False, the paper's rule, a row is the beginning
 of a document, and shorter documents are left out. Of copies, the first is used.
 
-Each document gives its last rows to val, as many as val lacks of its share: val_fraction of all
-bytes so far, and at least a row.
+Whenever val has less than val_fraction of all bytes so far, or less than a row, it gets the last
+rows of the next document, as many as it lacks.
 
 In folders and by wildcards, it skips hidden and unreadable files, caches, installed packages, and
 what lies in a folder with shards or a checkpoint. If it is stopped, the same command continues. It
@@ -334,7 +334,6 @@ if __name__ == "__main__":
     try:
         run_program(main)
     except SystemExit as end:
-        say(end="")  # what --help printed
         if hasattr(sys, "ps1"):  # in a notebook, which goes on
             raise
         os._exit(end.code)  # because pyarrow's threads can abort or block a normal exit

@@ -32,13 +32,13 @@ class Settings:
     start: bytes = b""  # the text to continue; FILE:PATH reads it from a file
     score: str = ""  # or a file whose boundaries to show; - for stdin
     text: bytes = b""  # or a text whose boundaries to show
-    deterministic: bool = False  # True: a token ends where p > 1/2; False: boundaries are drawn
+    deterministic: bool = False  # True: tokens end where p > 1/2; False: boundaries are drawn
     seed: int = 1337  # of the draws
     device: str = "auto"  # "auto", "cpu", "cuda" or "mps"
 
     # of generated texts only
     num_samples: int = 1  # texts
-    max_new_bytes: int = 300  # length of each text
+    max_new_bytes: int = 200  # after the start; training had no rows longer than seq_len in all
     temperature: float = 0.8  # below 1: likelier bytes; 0: always the likeliest
     top_k: int = 50  # draw from this many likeliest bytes
 
@@ -56,11 +56,10 @@ def check(options):
 
 # ---- Generation.
 def uniforms(n, deterministic, device):
-    """The uniforms of n draws (1, n). If they are all 1/2, a token ends where p > 1/2."""
-    u = torch.rand(1, n, device=device)
+    """The uniforms of n draws (1, n). If they are all 1/2, tokens end where p > 1/2."""
     if deterministic:
-        u.fill_(0.5)
-    return u
+        return torch.full((1, n), 0.5, device=device)
+    return torch.rand(1, n, device=device)
 
 
 def next_byte(logits, temperature, top_k):
@@ -83,7 +82,7 @@ def generate(model, prompt, max_new_bytes, temperature, top_k, deterministic=Fal
     cache = Cache(model) if model.hp.system == "learned" else None
     for new_bytes in range(max_new_bytes + 1):
         out = model(x, u, cache) if cache else model(x, u)
-        n = x.size(1) if new_bytes == 0 else 1  # that were not read before
+        n = x.size(1) if new_bytes == 0 else 1  # bytes of x that were not read before
         steps = zip(*(z[0, -n:].tolist() for z in (x, out.a, out.l.sigmoid())))
         if new_bytes == 0:
             next(steps)  # <bos>
@@ -107,7 +106,7 @@ def scored(model, text, deterministic=False):
     device = model.embedding.weight.device
     for start in range(0, len(text), model.hp.seq_len):
         row = text[start : start + model.hp.seq_len]
-        x = torch.tensor([[BOS, *row]], device=device)
+        x = torch.tensor([[BOS, *row]], device=device)  # with the last byte, for its decision
         out = model(x, uniforms(x.size(1), deterministic, device))
         nats = -model.head.logp(out.Z[:, :-1], x[:, 1:])
         yield from zip(row, out.a[0, 1:].tolist(), out.l[0, 1:].sigmoid().tolist(),
@@ -134,13 +133,13 @@ def tokens(model, text, deterministic=False):
             start = end
 
 
-@torch.no_grad()
+@torch.no_grad()  # inference_mode's tensors are of no use for training
 def vectors(model, text):
     """The tokens' vectors after the middle: Y' (tokens, D), that of <bos> first.
 
     text, a str or bytes, has at most seq_len bytes. Tokens end where p > 1/2, as those of tokens
-    with deterministic=True, but the end of the text ends none. Raises UserError if the text is
-    longer, or the model is not a learned one.
+    with deterministic=True, but a last token that only the text ends has no vector. Raises
+    UserError if the text is longer, or the model is not a learned one.
     """
     text = text.encode() if isinstance(text, str) else text
     if model.hp.system != "learned" or len(text) > model.hp.seq_len:
@@ -153,17 +152,6 @@ def vectors(model, text):
 
 
 # ---- The program.
-def bits_per_byte(nats, seq_len):
-    """The mean of nats in bits, with its standard error over rows of seq_len bytes, as a text."""
-    bits = torch.tensor(nats) / math.log(2)
-    rows = (bits - bits.mean()).split(seq_len)
-    if len(rows) == 1:
-        return f"{bits.mean():.3f} bits per byte"
-    deviation = torch.stack([row.sum() for row in rows]).std()
-    error = math.sqrt(len(rows)) * deviation / len(bits)
-    return f"{bits.mean():.3f} ± {error:.3f} bits per byte"
-
-
 def show(steps):
     """Prints a text as its bytes come, with marks where its tokens end. Returns the steps."""
     shown, again = tee(steps)
@@ -185,7 +173,8 @@ def main(argv):
     device, _ = device_and_dtype(options.device, "float32")
     model.to(device)
     torch.manual_seed(options.seed)
-    if "text" in chosen or "score" in chosen:
+    scoring = "text" in chosen or "score" in chosen
+    if scoring:
         text = options.text
         if options.score == "-":
             text = sys.stdin.buffer.read()
@@ -211,8 +200,8 @@ def main(argv):
         ends += not steps[-1][1]  # the last token ends with the text
     seconds = time.perf_counter() - started
     bits = ""
-    if given and given != ["start"]:
-        bits = f", {bits_per_byte([step[3] for step in steps], model.hp.seq_len)}"
+    if scoring:
+        bits = f", {sum(step[3] for step in steps) / math.log(2) / n:.3f} bits per byte"
     print(f"{n} bytes, {ends} tokens, {n / ends:.2f} bytes per token{bits}, "
           f"{n / seconds:.0f} bytes per second")
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # sizes vary
+# before torch is imported: the number of tokens varies, which fragments a GPU's memory
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from common.device import device_and_dtype
 from common.files import locked
 from common.models import load_weights, make_model
 from common.muon import MuonAdamW
-from common.text import characters, in_word, marked
+from common.text import characters, in_word, marked, trimmed
 from model import BOS, Block
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes; torchrun sets it
@@ -45,12 +46,12 @@ RANK = int(os.environ["RANK"]) if WORLD_SIZE > 1 else 0  # this process
 # ---- Hyperparameters. ---------------------------------------------------------------------------
 @dataclass
 class Hyperparameters:
-    """The quick run's values. config/ holds the paper's; README lists all differences."""
+    """The quick run's values. README lists how they differ from the paper's; config/ has those."""
 
     # files
     data: str = "data/stdlib"  # folder of shards made by prepare.py; this one is made on first use
     out_dir: str = "out"  # receives ckpt.pt and log.jsonl
-    resume: bool = False  # continue from out_dir/ckpt.pt; flags override its hyperparameters
+    resume: str = "False"  # True: continue out_dir/ckpt.pt, flags override; auto: if it exists
     init_from: str = ""  # or begin with the weights and hyperparameters of another run's ckpt.pt
     # model
     system: str = "learned"  # or uniform, hnet, ...: experiments/systems.py
@@ -75,9 +76,9 @@ class Hyperparameters:
     training_bytes: int = 4_000_000  # length of the run
     effective_batch_size: int = 16  # rows in a training step, over all processes and micro-batches
     batch_size: int = 16  # rows in a micro-batch; eq. 17 and 24 average over those of all processes
-    learning_rate: float = 3e-3  # peak, reached after the warm-up; of all but the next
-    muon_learning_rate: float = 6e-3  # peak for the blocks' matrices, by Muon; 0: all by AdamW
-    cosine: bool = False  # True: they fall to 0 along a cosine, as in the paper; False: linearly
+    learning_rate: float = 3e-3  # peak of AdamW, reached after the warm-up
+    muon_learning_rate: float = 6e-3  # peak of Muon, for the layers' matrices; 0: all by AdamW
+    cosine: bool = False  # True: both fall to 0 along a cosine, as in the paper; False: linearly
     warmup_bytes: int = 200_000  # linear warm-up
     weight_decay: float = 0.3  # of matrices, except the policy's
     grad_clip: float = 1.0  # maximum gradient norm
@@ -87,7 +88,7 @@ class Hyperparameters:
     eval_rows: int = 512  # validation rows, the same ones every time
     # machine
     device: str = "auto"  # "auto", "cpu", "cuda" or "mps"
-    dtype: str = "auto"  # "auto", "float32", "bfloat16" or "float16" (scaled; not on "mps")
+    dtype: str = "auto"  # "auto", "float32", "bfloat16" or "float16" (scaled loss; no "mps")
     compile: bool = True  # torch.compile the model
     seed: int = 1337  # of the weights, the order of rows and the draws
 
@@ -134,8 +135,8 @@ def losses(model, out, y, hp):
     # with the policy's own p instead of the forced 1.
     mean_p = mean_over_processes(out.l.detach().sigmoid().mean())
     L_tgt = out.l.mean() * (mean_p - hp.downsample_rate_target)  # eq. 24
-    L = L_auto + hp.lambda_early * L_early  # eq. 27, and the next line
-    L = L + hp.lambda_pi * L_pi + hp.lambda_target * L_tgt
+    L = (L_auto + hp.lambda_pi * L_pi + hp.lambda_target * L_tgt
+         + hp.lambda_early * L_early)  # eq. 27
     # the fraction of the log-likelihood's variance that the early exit predicts
     explained = 1 - R.var() / logp.detach().var()
     terms = {"auto": L_auto, "early": L_early, "pi": L_pi, "target": L_tgt,
@@ -150,7 +151,8 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
     Returns what to log, scalar tensors by name that are means over the micro-batches, and the
     gradient's norm.
     """
-    system_losses = getattr(type(model), "losses", losses)  # other systems bring their own
+    # other systems have a method losses; unbound, it has the same arguments as the function
+    system_losses = getattr(type(model), "losses", losses)
     logged = {}
     for x, y, u in batches:
         with autocast:
@@ -172,10 +174,10 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
     if not math.isfinite(grad_norm) and scaler.get_scale() <= 1:
         raise UserError("the gradient is not finite; use smaller learning rates")
     for group in optimizer.param_groups:
-        peak = group.setdefault("peak", group["lr"])  # at the first step lr is make_optimizer's
+        peak = group.setdefault("peak", group["lr"])  # the first step keeps make_optimizer's lr
         group["lr"] = peak * fraction
-    scaler.step(optimizer)  # nothing, after an overflow of float16
-    scaler.update()  # float16: halves the scale after an overflow
+    scaler.step(optimizer)  # skipped after an overflow
+    scaler.update()
     model.zero_grad()
     return logged, grad_norm
 
@@ -225,7 +227,7 @@ def micro_batches(shards, first_row, rows, batch_size, seed=0, rank=0, world=1, 
     without its last byte; u are uniforms. What all processes together read does not depend on how
     many they are.
     """
-    shard_rows, N = shards[0].shape  # all shards but the last have so many rows
+    shard_rows, N = shards[0].shape  # all shards but the last have this many rows
     n = sum(map(len, shards))
     y = []
     for i in range(first_row + rank, first_row + rows, world):
@@ -258,11 +260,11 @@ def evaluate(model, shards, hp, autocast):
         read.append((x, out.a, out.l.detach().sigmoid()))
     model.train()
     x, a, p = [torch.cat(z)[:, 1:].cpu() for z in zip(*read)]  # without <bos>
-    tokens = a.sum().item() + rows
-    line = zip(*(z[0, :160].tolist() for z in (x, a, p)))
+    tokens = a.sum().item() + rows  # <bos> is one
+    line = trimmed([*zip(*(z[0, :160].tolist() for z in (x, a, p)))])
     return {"val_bpb": nats / math.log(2) / rows / hp.seq_len,
             "val_rate": tokens / rows / hp.seq_len,
-            "outside": share_outside_words(x, a), "line": list(line)}
+            "outside": share_outside_words(x, a), "line": line}
 
 
 def share_outside_words(x, a):
@@ -271,7 +273,8 @@ def share_outside_words(x, a):
     A token may end at any of a character's bytes; two in the same character count as one.
     """
     x, a = x.flatten().tolist(), a.flatten().tolist()
-    outside = [not in_word(text) for text, end, _ in characters(zip(x, a, a)) if end]
+    steps = zip(x, a, a)  # p, the third, is not used
+    outside = [not in_word(text) for text, end, _ in characters(steps) if end]
     return sum(outside) / max(len(outside), 1)
 
 
@@ -305,7 +308,7 @@ def train(hp, saved):
     if hp.compile and device != "mps":
         if RANK == 0 and bytes_seen < end:
             say("compiling; the first step may take a minute")
-        compile_model(model)  # after the first evaluation, whose text therefore comes at once
+        compile_model(model)  # after the first evaluation, which need not wait for the compiler
 
     first_step = step
     stopping = False
@@ -374,7 +377,9 @@ def load_optimizer(optimizer, scaler, saved, hp):
 
 # ---- Machinery: the log. ------------------------------------------------------------------------
 def open_log(path, length, device, dtype, val_shards, hp):
-    """Opens log.jsonl behind its first `length` bytes, and writes a header about the run."""
+    """Opens log.jsonl after its first `length` bytes, and writes a header about the run."""
+    if not hp.resume and path.exists() and '"bpb": ' in path.read_text():
+        raise UserError(f"{path} is the log of another run; remove it, or use another --out_dir")
     log = path.open("a", buffering=1)
     log.truncate(min(log.tell(), length))  # drop lines after the checkpoint
     commit = ""  # outside of git
@@ -408,7 +413,7 @@ def write_evaluation(log, record):
     say(f"step {record['step']} val {record['val_bpb']:.3f} bits/byte, rate "
         f"{record['val_rate']:.3f} | {record['outside']:.0%} of tokens end on a space or "
         "punctuation")
-    say("".join(marked(record["line"][:80])).replace("\n", "⏎"))
+    say("".join(marked(trimmed(record["line"][:80]))).replace("\n", "⏎"))
 
 
 # ---- Machinery: set-up. -------------------------------------------------------------------------
@@ -417,6 +422,9 @@ def read_hyperparameters(argv):
     chosen = read_command_line(argv, Hyperparameters)
     hp = Hyperparameters(**chosen)
     path = Path(hp.out_dir, "ckpt.pt")
+    if hp.resume not in ("True", "False", "auto"):
+        raise UserError(f"resume={hp.resume} must be True, False or auto")
+    hp.resume = hp.resume == "True" or hp.resume == "auto" and path.exists()
     saved = {}
     if hp.resume or hp.init_from:
         saved = read_checkpoint(path if hp.resume else hp.init_from)
@@ -431,6 +439,9 @@ def read_hyperparameters(argv):
     if path.exists() and not hp.resume:
         raise UserError(f"{path} exists; continue it with --resume=True, or use another --out_dir")
     check(hp, WORLD_SIZE)
+    if RANK == 0 and hp.warmup_bytes >= hp.training_bytes:
+        say(f"warmup_bytes={hp.warmup_bytes} is not below training_bytes={hp.training_bytes}, so "
+            "the learning rates do not reach their peaks")
     return hp, saved
 
 
@@ -443,7 +454,7 @@ def set_up_torch(device, dtype):
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     torch.set_float32_matmul_precision("high")
     torch.use_deterministic_algorithms(device == "cpu")  # resumed runs repeat to the last bit
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill each new tensor
     autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
     return device, dtype, autocast
 
@@ -485,7 +496,7 @@ def catch_signals():
 
 
 def main(argv):
-    """Trains as train.py does with these arguments. Raises UserError."""
+    """Trains as train.py does with these arguments. Returns the exit code. Raises UserError."""
     hp, saved = read_hyperparameters(argv)
     catch_signals()
     with locked(hp.out_dir) if RANK == 0 else nullcontext():
@@ -499,6 +510,7 @@ def main(argv):
             text = str(error)
             lines = [*re.findall(".*error: .*", text), *re.findall(".*Error: .*", text), text]
             raise UserError(f"torch.compile: {lines[0]}; use --compile=False") from error
+    return 128 + stop_signals[0] if stop_signals else 0
 
 
 if __name__ == "__main__":

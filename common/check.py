@@ -27,6 +27,9 @@ def check(hp, processes=1):
     need(hp.policy_window <= 12, f"policy_window={hp.policy_window} must be at most 12, because a "
          "draw needs 2^policy_window numbers per byte")
     need(hp.gamma <= 1, f"gamma={hp.gamma} must be from 0 to 1")
+    need(hp.effective_batch_size % processes == 0,
+         f"effective_batch_size={hp.effective_batch_size} must be a multiple of the number of "
+         f"processes, {processes}; change one of them")
     need(hp.effective_batch_size % (hp.batch_size * processes) == 0,
          f"effective_batch_size={hp.effective_batch_size} must be a multiple of batch_size="
          f"{hp.batch_size} times the number of processes, {processes}; change batch_size")

@@ -8,6 +8,7 @@ from common.commandline import UserError
 
 def write_checkpoint(path, saved):
     """Writes a checkpoint. A crash or a full disk leaves the one before it as it was."""
+    path = path.resolve()  # a link stays one
     part = path.with_suffix(".part")
     try:
         with open(part, "wb") as file:
@@ -36,7 +37,11 @@ def read_checkpoint(path):
     try:
         with open(path, "rb") as file:  # torch cannot open a path that is not UTF-8
             saved = torch.load(file, map_location="cpu", weights_only=True)
-        saved["config"]["system"], saved["model"].keys()
+        saved["config"]["system"], saved["model"].keys()  # other files lack them
+    except (OSError, MemoryError):
+        raise
     except Exception as error:  # damaged bytes can raise nearly anything
+        if "allocate memory" in str(error):
+            raise
         raise UserError(f"{path} is damaged, or is no checkpoint of train.py") from error
     return saved

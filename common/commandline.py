@@ -1,5 +1,6 @@
 """A user's mistakes, messages, and the flags and configuration files of train.py and sample.py."""
 import argparse
+import errno
 import inspect
 import math
 import os
@@ -21,33 +22,44 @@ class UserError(Exception):
     """A user's mistake. The programs print its message on one line, without a traceback."""
 
 
+def discard_output():
+    """From now on, what is printed goes nowhere, also what the buffer still holds."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # 1 is stdout
+
+
 def say(*texts, **options):
-    """Prints at once. A terminal or a pipe that is gone is no reason to stop."""
+    """Prints at once. A terminal or a pipe that is gone is no reason to stop, a full disk is."""
     try:
         print(*texts, **options, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # 1 is stdout
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        discard_output()
 
 
 def run_program(main):
-    """Calls main with the command line's arguments, and exits.
+    """Calls main with the command line's arguments, and exits with the code that it returns.
 
     The exit code is 2 after a mistake or a failing disk, and 130 after Ctrl-C.
     """
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's lacks it
         sys.stdout.reconfigure(errors="replace")
-    code = 0
     try:
-        main(sys.argv[1:])
+        try:
+            code = main(sys.argv[1:]) or 0
+        except SystemExit as end:  # argparse, after --help
+            code = end.code or 0
+        say(end="")  # what the buffer still holds
     except BrokenPipeError:  # the reader, for example `head`, has seen enough
-        pass
+        discard_output()
+        code = 0
     except KeyboardInterrupt:
         code = 130
     except (UserError, OSError) as error:
         message = printable(" ".join(str(error).split()))
         print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
+        discard_output()
         code = 2
-    say(end="")  # what the buffer still holds
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         os._exit(code)  # a normal exit may abort, because gloo's threads outlive Python
     sys.exit(code)
@@ -71,9 +83,9 @@ def parse(field, value):
     try:
         if kind is bytes:
             return os.fsencode(value)
-        if kind is str and (value or not field.default):
+        if kind is str and (value or not field.default):  # empty, only if the default is
             return os.path.expanduser(value)  # a leading ~
-        number = eval(str(value))  # 1/5 or 6e9; nan is no name
+        number = eval(str(value))  # 1/5 or 6e9
         # True is no 1, and 2.5 is no int
         if isinstance(number, bool) == (kind is bool) and kind(number) == number < math.inf:
             return kind(number)

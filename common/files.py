@@ -1,4 +1,4 @@
-"""Files that are written whole, and folders that belong to one process."""
+"""Wildcards, files that are written whole, and folders that belong to one process."""
 import os
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +17,7 @@ def matches(path):
 
 def write_text(path, text):
     """Writes a text file, completely or not at all. Raises OSError."""
+    path = Path(path).resolve()  # a link stays one
     part = Path(f"{path}.part")
     try:
         part.write_text(text, encoding="utf-8")

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 # Each iteration maps a singular value s to a s + b s^3 + c s^5. These (a, b, c) bring all s from
 # 0.01 to 1 within 0.27 of 1, each step minimizing the largest error that is left (Polar Express,
 # arXiv 2505.16932). Muon's own coefficients need five iterations.
-COEFFICIENTS = (8.093, -23.620, 17.446), (3.637, -2.722, 0.537), (2.661, -1.977, 0.453)
+COEFFICIENTS = (
+    (8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526))
 
 
 def orthogonalized(matrices, dtype):
@@ -34,9 +35,8 @@ class MuonAdamW(torch.optim.AdamW):
 
     Parameter groups with "muon": True are Muon's; a step removes their gradients. Their update is
     that of torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but for the coefficients. We do
-    not use that class: it
-    always computes in bfloat16, which is slow on a T4 and twenty times slower on CPUs without
-    AVX512, and it updates one matrix at a time.
+    not use that class: it always computes in bfloat16, which is slow on a T4 and twenty times
+    slower on CPUs without AVX512, and it updates one matrix at a time.
     """
 
     def __init__(self, groups, dtype):

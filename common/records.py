@@ -119,7 +119,8 @@ def read_text_records(paths, bookmark):
                 file.seek(start)
                 for row in rows:
                     if header is None:
-                        records = json_records(row, file, kind == "json" and start <= 3)
+                        first_line = start <= 3  # perhaps after the three bytes of a BOM
+                        records = json_records(row, file, kind == "json" and first_line)
                     else:
                         records = csv_records(row, header)
                     for record in records[skip:]:

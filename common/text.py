@@ -31,8 +31,8 @@ def characters(stream):
     for byte, next_a, next_p, *_ in stream:
         text = decoder.decode(bytes([byte]))
         waiting, _ = decoder.getstate()
-        earlier = text if waiting else text[:-1]
-        if earlier:  # this byte does not continue the ones before it
+        earlier = text if waiting else text[:-1]  # of bytes that this one does not continue
+        if earlier:
             yield "\ufffd", a, p
             a = False
         a = a or next_a
@@ -42,6 +42,17 @@ def characters(stream):
             a = False
     if decoder.decode(b"", final=True):
         yield "\ufffd", a, p
+
+
+def trimmed(steps):
+    """A list of (byte, ...) without the bytes of characters that its ends cut in two."""
+    first = 0
+    while first < min(3, len(steps)) and 128 <= steps[first][0] < 192:
+        first += 1
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(bytes(step[0] for step in steps[first:]))
+    waiting, _ = decoder.getstate()
+    return steps[first : len(steps) - len(waiting)]
 
 
 def marked(stream):

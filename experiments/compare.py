@@ -101,6 +101,7 @@ def write_results(results):
 
 
 def main(argv=None):
+    """Runs the command line. Returns the exit code, 1 if a run failed. Raises UserError."""
     parser = argument_parser(__doc__)
     add = parser.add_argument
     add("--systems", default="learned,uniform,random,whitespace,gumbel,hnet,none")
@@ -143,8 +144,7 @@ def main(argv=None):
             write_results(results)
         else:
             failed = True
-    if failed:
-        sys.exit(1)
+    return int(failed)
 
 
 if __name__ == "__main__":

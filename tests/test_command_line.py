@@ -3,6 +3,7 @@ import contextlib
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import fields
@@ -15,7 +16,7 @@ import train
 from common.commandline import UserError, read_command_line, run_program
 from common.device import device_and_dtype
 from common.text import marked
-from conftest import ROOT, run
+from conftest import ROOT, TINY, run
 
 
 def read(*argv):
@@ -92,9 +93,12 @@ def test_help_lists_every_setting_with_its_default_and_comment(program, settings
 
 def test_the_rows_of_a_training_step_must_divide_over_all_processes(monkeypatch, error_of):
     monkeypatch.setattr(train, "WORLD_SIZE", 3)
-    message = ("effective_batch_size=16 must be a multiple of batch_size=4 times the number of "
-               "processes, 3; change batch_size")
+    message = "effective_batch_size=16 must be a multiple of the number of processes, 3; change one"
     assert message in error_of("--batch_size=4")
+    monkeypatch.setattr(train, "WORLD_SIZE", 2)
+    message = ("effective_batch_size=16 must be a multiple of batch_size=16 times the number of "
+               "processes, 2; change batch_size")
+    assert message in error_of()
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -223,10 +227,52 @@ def test_help_and_marks_are_shown_on_terminals_of_any_encoding(encoding, mark):
         assert done.stdout.decode(encoding).rstrip().endswith(end.rstrip())
 
 
-@pytest.mark.parametrize("command", ["train.py --help", "prepare.py --help"])
-def test_a_reader_that_has_gone_is_no_mistake(command):
-    command = [sys.executable, *command.split()]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
-        p.stdout.close()
-        assert p.stderr.read() == b""
-    assert p.returncode == 0
+FORKS = """
+import os, runpy, sys, torch, torch._inductor
+for command in sys.stdin.read().splitlines():
+    for target in "/dev/full", "pipe":
+        if os.fork() == 0:
+            read, write = os.pipe()
+            os.close(read)
+            os.dup2(os.open(target, os.O_WRONLY) if target == "/dev/full" else write, 1)
+            program, *sys.argv[1:] = command.split()
+            if program.endswith(".py"):
+                runpy.run_path(program, run_name="__main__")
+            runpy.run_module(program, run_name="__main__")
+        print(command.split()[0], target, os.waitstatus_to_exitcode(os.wait()[1]), file=sys.stderr)
+"""
+
+
+def test_a_full_disk_is_one_line_and_2_and_a_closed_pipe_is_no_mistake(data, trained, tmp_path):
+    """Of whatever a program prints: its help, its results or its progress."""
+    (tmp_path / "x.txt").write_text("some text\n" * 99)
+    commands = [
+        f"train.py {' '.join(TINY)} --data={data} --out_dir={tmp_path}/out --training_bytes=128",
+        "train.py --help", "prepare.py --help", f"sample.py --out_dir={trained} --text=fox",
+        f"prepare.py --dataset=files --input={tmp_path}/x.txt --seq_len=9 --out_dir={tmp_path}/x",
+        f"experiments.evaluate {trained} heldout={data}", f"experiments.worth {trained}",
+        "experiments.report --help"]
+    done = subprocess.run([sys.executable, "-c", FORKS], cwd=ROOT, input="\n".join(commands),
+                          capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    lines = [line for line in done.stderr.splitlines() if "%" not in line]  # progress bars
+    for command in commands:
+        name = command.split()[0]
+        error, full, pipe, *lines = lines
+        assert re.fullmatch(r"[^:]*: .*\[Errno 28\] No space left on device.*", error)
+        assert (full, pipe) == (f"{name} /dev/full 2", f"{name} pipe 0")
+    assert not lines
+    assert (tmp_path / "out/ckpt.pt").exists()  # training went on without its reader
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_training_with_a_checkpoint_and_128_more_than_its_number(
+        number, data, tmp_path):
+    command = [sys.executable, ROOT / "train.py", *TINY, f"--data={data}", f"--out_dir={tmp_path}",
+               "--training_bytes=1e9", "--eval_interval=999999"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert any(line.startswith("step 1 ") for line in process.stdout)
+        process.send_signal(number)
+        rest = process.stdout.read()
+    assert process.returncode == 128 + number
+    assert f"go on with: python train.py --resume=True --out_dir={tmp_path}\n" in rest
+    assert (tmp_path / "ckpt.pt").exists()

@@ -66,7 +66,10 @@ def main(data):
         shutil.rmtree("out")
         ended = run(command, last)
         kills += ended == -signal.SIGKILL
-        again = RESUME if Path("out/ckpt.pt").exists() else command
+        again = RESUME
+        if not Path("out/ckpt.pt").exists():
+            again = command
+            shutil.rmtree("out", ignore_errors=True)  # a log with training steps is refused
         assert ended == 0 or run(again) == 0, last
         assert made() == undisturbed, last
         if ended == 0:

@@ -140,13 +140,14 @@ def test_window_attention_is_dense_attention_under_a_band(N, window):
 
 
 def test_window_attention_costs_time_and_memory_in_proportion_to_the_row():
-    def cost(N):
+    """A window above the row costs no more than one of the row."""
+    def cost(N, window=64):
         sizes = []
         q, k, v = (torch.randn(1, 2, N, 8, requires_grad=True) for _ in range(3))
         with FlopCounterMode(display=False) as flops:
             with torch.autograd.graph.saved_tensors_hooks(lambda z: sizes.append(z.numel()) or z,
                                                           lambda z: z):
-                m.window_attention(q, k, v, 64).sum().backward()
+                m.window_attention(q, k, v, window).sum().backward()
         return torch.tensor([flops.get_total_flops(), sum(sizes)], dtype=torch.double)
 
     ratio = cost(4096) / cost(1024)
@@ -154,6 +155,7 @@ def test_window_attention_costs_time_and_memory_in_proportion_to_the_row():
     keys = 64 + 64  # of each query: its own chunk and the one before
     products = 2 * 3  # scores and values; forward, and two gradients each
     assert cost(1024)[0] == products * 2 * (1024 * keys * 8) * 2
+    assert torch.equal(cost(96, window=5000), cost(96, window=96))
 
 
 @pytest.mark.parametrize("w", [0, 1, 8])

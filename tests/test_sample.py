@@ -11,7 +11,7 @@ import torch
 
 import sample
 from common.commandline import UserError
-from common.text import characters, marked
+from common.text import characters, marked, trimmed
 from conftest import ROOT, run
 from model import BOS, VOCAB_SIZE
 from test_model import small_model
@@ -73,6 +73,17 @@ def test_bytes_that_are_not_utf8_are_shown_as_such():
     assert shown("é".encode() + b"\x80", {1}) == [("é", True, 0.01), ("\ufffd", False, 0.02)]
     assert shown(b"\xed\xa0a\xc3", {0, 3}) == [
         ("\ufffd", True, 0.01), ("a", False, 0.02), ("\ufffd", True, 0.03)]
+
+
+def test_characters_that_the_ends_of_a_row_cut_are_trimmed_but_not_invalid_bytes():
+    for text in "Жизнь", "日本語", "a👩b", "é":
+        steps = [(byte, False, 0.5) for byte in text.encode()]
+        for i in range(len(steps) + 1):
+            for j in range(i, len(steps) + 1):
+                shown = bytes(byte for byte, *_ in trimmed(steps[i:j]))
+                whole = bytes(byte for byte, *_ in steps[i:j]).decode(errors="ignore")
+                assert shown == whole.encode()
+    assert trimmed([(128, 0, 0)] * 5) == [(128, 0, 0)] * 2  # no character has so many
 
 
 def test_stray_continuation_bytes_are_shown_one_by_one():
@@ -184,13 +195,6 @@ def test_the_tokens_of_a_text_are_its_bytes_cut_at_the_boundaries():
     assert list(sample.tokens(model, "né", True)) == [("né".encode(), None)]
 
 
-def test_the_bits_of_a_text_have_the_standard_error_of_its_rows():
-    nats = [math.log(2) * bits for bits in (1, 3, 4, 6, 7, 7)]
-    assert sample.bits_per_byte(nats, 6) == "4.667 bits per byte"
-    # the rows' sums of 4, 10 and 14 are 16/3, -2/3 and 14/3 away from 2 * 14/3
-    assert sample.bits_per_byte(nats, 2) == "4.667 ± 1.453 bits per byte"
-
-
 def test_bytes_are_scored_as_they_are(trained, tmp_path, capsys):
     """Line ends of Windows and invalid bytes are not translated."""
     (tmp_path / "text").write_bytes(b"a\r\n\xff")
@@ -208,7 +212,7 @@ def test_vectors_are_what_the_decoder_adds_to_the_bytes_up_to_the_next_token(tra
     with torch.no_grad():
         out = model(x, torch.full(x.shape, 0.5))
         Y = sample.vectors(model, "def main(argv):")
-        last = [[int(out.a[0, : i + 1].sum()) - 1 for i in range(16)]]  # the token that byte i reads
+        last = [[int(out.a[0, : i + 1].sum()) - 1 for i in range(16)]]  # what byte i reads
         Z = model.decode(model.upsample(out.X, Y[None], torch.tensor(last)))
     assert 3 < len(Y) < 14
     torch.testing.assert_close(Z, out.Z)
@@ -228,14 +232,6 @@ def test_readmes_python_examples_run_as_written(trained, monkeypatch, capsys):
     assert b"".join(eval(piece + "'") for piece in pieces) == b"def main(argv):"
     assert all(0 < float(number) < 1 for number in p if number != "None")
     assert names["Y"].shape == (1 + sum(number != "None" for number in p), 16)
-
-
-def test_a_reader_that_has_seen_enough_gets_no_traceback(trained):
-    command = [sys.executable, ROOT / "sample.py", f"--out_dir={trained}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("arguments, message", [
