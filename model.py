@@ -368,7 +368,7 @@ class Model(UNet):
         self.early_head = copy.deepcopy(self.head)  # W_early, eq. 14
 
     def forward(self, x, u, cache=None):
-        """Bytes x and uniforms u (B, N) -> Output. Nothing at i depends on later bytes or decisions.
+        """Bytes x and uniforms u (B, N) -> Output. Nothing at i depends on what comes after i.
 
         With a cache, x is a row's next piece, and the output is that of a pass over the whole row.
         """

@@ -10,11 +10,14 @@ A setting, a row of the table, is any flags of train.py; other flags and configu
 all settings. The text is random bytes, and p stays where it starts. Steps take turns, so that a
 slow spell affects all of them alike. Times are medians over the turns, +- half the interquartile
 range. FLOPs are those of matmuls. The last column is the time relative to the last setting.
-Compare numbers of one run of this program only.
+Compare numbers of one run of this program only. Before the table stands how long the first step of
+the first setting took, which includes the compiler.
 """
 import itertools
+import os
 import shlex
 import statistics
+import tempfile
 import time
 
 import torch
@@ -73,6 +76,9 @@ def main(argv=None):
         hp = train.Hyperparameters(**chosen)
         train.check(hp)
         settings[flags] = make_step(hp)
+        if len(settings) == 1:
+            step, _, _ = settings[flags]
+            say(f"the first step, with an empty compiler cache: {seconds(step):.1f} s")
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # counting FLOPs takes more than training
 
@@ -104,4 +110,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # the compiler's cache
     run_program(main)

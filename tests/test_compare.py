@@ -376,7 +376,7 @@ def test_bench_converts_seconds_into_speeds(monkeypatch, capsys):
     monkeypatch.setattr(bench, "flops_per_byte", lambda model, shards: 1e9)
     bench.main([*TINY, "--setting=--system=none --effective_batch_size=8", "--setting="])
     lines = capsys.readouterr().out.splitlines()
-    none, default = (line.strip("| ").split(" | ") for line in lines[3:5])
+    none, default = (line.strip("| ").split(" | ") for line in lines[4:6])
     assert default == ["default", "12.8", "0%", "10.0", "128.0", "12.80", "1.00"]
     assert none == ["--system=none --effective_batch_size=8", "25.6", "0%", "10.0", "256.0",
                     "25.60", "0.50"]
