@@ -113,7 +113,7 @@ class Attention(nn.Module):
         if cache:
             k, v = cache.extend(self, k, v)
         N, K = q.size(2), k.size(2)
-        if self.window and N == K:
+        if self.window and N == K:  # from the start of the row
             y = window_attention(q, k, v, self.window)
         else:
             j = torch.arange(K, device=q.device)  # of the keys
@@ -320,6 +320,8 @@ class UNet(nn.Module):
         """Applies blocks to x (B, N, D) at byte positions (N,) or (B, N), counted in this piece."""
         if cache:
             positions = positions + cache.length
+        if x.size(1) == 0:  # no token ends in this piece
+            return x
         head_dim = self.hp.embedding_dim // self.hp.num_heads
         pair = torch.arange(0, head_dim, 2, device=x.device)
         frequency = 10000.0 ** (-pair.float() / head_dim)

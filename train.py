@@ -195,7 +195,7 @@ def learning_rate_fraction(bytes_seen, end, hp):
 def make_optimizer(model, hp, dtype):
     """An optimizer of all parameters, whose learning rates are the peaks of the schedule.
 
-    Muon trains the blocks' matrices, with matmuls in the dtype, and AdamW trains the rest.
+    Muon trains the layers' matrices, with matmuls in the dtype, and AdamW trains the rest.
     """
     undecayed, blocks, others = [], [], []
     for name, p in model.named_parameters():
@@ -446,7 +446,7 @@ def read_hyperparameters(argv):
 
 
 def set_up_torch(device, dtype):
-    """Sets torch up for training: the device, the dtype and the autocast context of the model."""
+    """Sets up torch and its processes. Returns device, dtype and the autocast context of passes."""
     device, dtype = device_and_dtype(device, dtype)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

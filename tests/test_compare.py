@@ -182,7 +182,7 @@ def test_recorded_runs_become_the_tables_of_the_readmes(runs, monkeypatch, capsy
     (runs / "runs/learned-1/measured.json").write_text('{"first": 1.5, "later": 0.75}')
     report.main(["--table=y", "--text=C", "--machine=m", *folders[:1]])
     report.main(["--table=y", "--text=D", "--machine=m", *folders[1:2]])  # lacks both
-    log = runs / "runs/learned-2/log.jsonl"  # the first seed in another number format
+    log = runs / "runs/learned-2/log.jsonl"  # the first seed in another precision
     again = log.read_text().replace('"seed": 2', '"seed": 1').replace("float32", "float16")
     log.write_text(again)
     report.main(["--table=x", "--text=C", "--machine=m", *folders[1:2]])

@@ -108,7 +108,7 @@ def test_the_heads_logits_are_softcapped_at_30_and_its_output_is_their_log_softm
     torch.testing.assert_close(head.logits(x), logits)
     logp = logits.log_softmax(-1).gather(2, y[..., None])[..., 0]
     torch.testing.assert_close(head.logp(x, y), logp)
-    with torch.autocast("cpu", torch.bfloat16):  # only the matrix product is in 16 bits
+    with torch.autocast("cpu", torch.bfloat16):  # only the matmul is in 16 bits
         product = head.linear(x / (1 + x.abs())).float()
         torch.testing.assert_close(head.logits(x), 30 * torch.tanh(product / 30), atol=0, rtol=1e-6)
 
