@@ -351,7 +351,7 @@ class UNet(nn.Module):
 
     def through_tokens(self, X, a, cache=None):
         """X (B, N, D) and boundaries a (B, N) bool -> what the head reads, (B, N, D); eq. 3-9."""
-        ends, reads = token_layout(a, multiple=1 if cache else 8)
+        ends, reads = token_layout(a, multiple=1 if cache else 8)  # no padding in a cache
         tokens = pick(X, ends)  # X' (B, M, D), eq. 3, eq. 7
         tokens = self.transform(self.middle, tokens, ends, cache)  # Y' (B, M, D), eq. 4
         if cache:

@@ -51,7 +51,7 @@ class Hyperparameters:
     # files
     data: str = "data/stdlib"  # folder of shards made by prepare.py; this one is made on first use
     out_dir: str = "out"  # receives ckpt.pt and log.jsonl
-    resume: str = "False"  # True: continue out_dir/ckpt.pt, flags override; auto: if it exists
+    resume: str = "False"  # True: continue out_dir's run; auto: if there is one. Becomes a bool
     init_from: str = ""  # or begin with the weights and hyperparameters of another run's ckpt.pt
     # model
     system: str = "learned"  # or uniform, hnet, ...: experiments/systems.py
@@ -119,8 +119,8 @@ def losses(model, out, y, hp):
 
     The policy is trained by REINFORCE: -grad L_pi estimates the policy gradient, eq. 13, per byte.
     -grad L_auto estimates the other half of eq. 11: better predictions with the boundaries as they
-    are, eq. 12. If gamma is 1, the mean of -grad L_pi over draws is eq. 13 times 1 - 1 / B, because
-    each of the B rows is also in its own baseline, eq. 17.
+    are, eq. 12. The baseline of eq. 17 includes the row itself, which scales eq. 13 by 1 - 1 / B
+    and adds no other bias. gamma < 1 does: it ignores distant rewards, which are mostly noise.
     """
     logp = model.head.logp(out.Z, y)  # (B, N), eq. 6
     early_logp = model.early_head.logp(out.X, y)  # eq. 14
@@ -174,7 +174,7 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
     if not math.isfinite(grad_norm) and scaler.get_scale() <= 1:
         raise UserError("the gradient is not finite; use smaller learning rates")
     for group in optimizer.param_groups:
-        peak = group.setdefault("peak", group["lr"])  # the first step keeps make_optimizer's lr
+        peak = group.setdefault("peak", group["lr"])  # make_optimizer's lr, kept at the first step
         group["lr"] = peak * fraction
     scaler.step(optimizer)  # skipped after an overflow
     scaler.update()
@@ -378,6 +378,7 @@ def load_optimizer(optimizer, scaler, saved, hp):
 # ---- Machinery: the log. ------------------------------------------------------------------------
 def open_log(path, length, device, dtype, val_shards, hp):
     """Opens log.jsonl after its first `length` bytes, and writes a header about the run."""
+    # only training steps log "bpb"
     if not hp.resume and path.exists() and '"bpb": ' in path.read_text():
         raise UserError(f"{path} is the log of another run; remove it, or use another --out_dir")
     log = path.open("a", buffering=1)

@@ -1,4 +1,4 @@
-# A larger model: 5.7M parameters, 40 MB of text, 2 GB of memory. On two cores it takes about an
+# A larger model: 5.8M parameters, 40 MB of text, 2 GB of memory. On two cores it takes about an
 # hour with AVX512-BF16 (12 kB/s) and two without (5.8 kB/s). The learning rates and the weight
 # decay are the quick run's, not tuned at this size.
 #   python train.py config/laptop.py --data=data/mine --out_dir=out-laptop

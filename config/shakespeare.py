@@ -1,4 +1,4 @@
 # Tiny Shakespeare, 1.1 MB, to compare with nanoGPT and char-rnn. A few minutes on two cores.
-# README says how to get the data.
+# experiments/README.md says how to get the data.
 data = "data/shakespeare"
 out_dir = "out-shakespeare"
