@@ -82,7 +82,6 @@ def test_a_generated_byte_is_the_likeliest_after_a_pass_over_the_bytes_before_it
     monkeypatch.setattr(
         torch, "rand", lambda *size, **on: uniforms.append(rand(*size, **on)) or uniforms[-1])
     byte, a, p = zip(*sample.generate(model, b"hello_token", 20, temperature=0, top_k=50))
-    assert len(set(byte[11:])) > 2
     x, u = torch.tensor([[BOS, *byte]]), torch.cat(uniforms, 1)
     for N in range(12, 32):  # the prompt is read at once
         out = model(x[:, :N], u[:, :N])

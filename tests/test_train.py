@@ -204,7 +204,8 @@ def test_the_policy_loss_has_the_gradient_of_the_expected_loss_on_average(B):
 
 
 def test_the_forced_position_teaches_the_policy_nothing():
-    model, l = small_model(), torch.randn(6, 5, requires_grad=True)
+    model, l = make_model(train.Hyperparameters(embedding_dim=32)), torch.randn(6, 5)
+    l.requires_grad_()
     out = Output(torch.randn(6, 5, 32), torch.randn(6, 5, 32), l, torch.ones(6, 5))
     _, terms = train.losses(model, out, some_bytes(6, 5)[1], train.Hyperparameters())
     terms["pi"].backward()
