@@ -11,9 +11,12 @@ TINY = ["--seq_len=32", "--embedding_dim=16", "--num_heads=2", "--attention_wind
         "--batch_size=4", "--log_interval=1", "--eval_interval=4", "--eval_rows=8",
         "--compile=False", "--device=cpu", "--dtype=float32"]
 
-# a shell's background job ignores Ctrl-C, and one of nohup ignores SIGHUP
-signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+@pytest.fixture(autouse=True)
+def signals():
+    """train.main catches them; a shell's background job ignores Ctrl-C, one of nohup SIGHUP."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in signal.SIGTERM, signal.SIGHUP:
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
