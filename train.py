@@ -90,7 +90,7 @@ class Hyperparameters:
     device: str = "auto"  # "auto", "cpu", "cuda" or "mps"
     dtype: str = "auto"  # "auto", "float32", "bfloat16" or "float16" (scaled loss; no "mps")
     compile: bool = True  # torch.compile the model
-    seed: int = 1337  # of the weights, the order of rows and the draws
+    seed: int = 1  # of the weights, the order of rows and the draws
 
 
 # ---- Losses. Log-likelihoods are in nats, and their means are per byte. -------------------------
