@@ -3,7 +3,6 @@ import io
 import math
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
