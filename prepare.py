@@ -323,7 +323,7 @@ def main(argv=None):
     try:
         with locked(out_dir):
             prepare(out_dir, options)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # a signal
         say("stopped; the same command continues")
         raise
     except OSError as error:

@@ -5,6 +5,7 @@ import inspect
 import math
 import os
 import runpy
+import signal
 import sys
 from dataclasses import fields
 from difflib import get_close_matches
@@ -40,14 +41,18 @@ def say(*texts, **options):
 def run_program(main):
     """Calls main with the command line's arguments, and exits with the code that it returns.
 
-    The exit code is 2 after a mistake or a failing disk, and 130 after Ctrl-C.
+    The exit code is 2 after a mistake or a failing disk, and 128 + n after signal n.
     """
+    for name in {"SIGTERM", "SIGHUP"} & {*dir(signal)}:  # Windows has no SIGHUP
+        number = getattr(signal, name)
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's lacks it
         sys.stdout.reconfigure(errors="replace")
     try:
         try:
             code = main(sys.argv[1:]) or 0
-        except SystemExit as end:  # argparse, after --help
+        except SystemExit as end:  # after --help, or a signal
             code = end.code or 0
         say(end="")  # what the buffer still holds
     except BrokenPipeError:  # the reader, for example `head`, has seen enough

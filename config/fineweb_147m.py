@@ -1,6 +1,9 @@
 # The paper's 147M model on text (Table 2, left). Data, then training:
 #   python prepare.py --dataset=fineweb --max_bytes=6.2e9
 #   torchrun --standalone --nproc_per_node=8 train.py config/fineweb_147m.py
+# On two nodes of eight GPUs that share a disk, on both:
+#   torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \
+#       train.py config/fineweb_147m.py --batch_size=8
 data = "data/fineweb"
 out_dir = "out-fineweb-147m"
 seq_len = 4096

@@ -69,14 +69,15 @@ def check_unchanged(out_dir, hp):
 
 
 def train_to_end(flags, out_dir):
-    """Runs train.py, or continues a run that was stopped; returns whether it succeeded."""
+    """Runs train.py, or continues a run that was stopped. Returns its exit code."""
     resume = (out_dir / "ckpt.pt").exists()
     flags = [*flags, f"--out_dir={out_dir}", f"--resume={resume}"]
     process = subprocess.Popen([sys.executable, ROOT / "train.py", *flags])
     try:
-        return process.wait() == 0
+        return process.wait()
     finally:
-        process.wait()  # Ctrl-C reaches train.py too, which then writes a checkpoint
+        process.terminate()  # if a signal stops this program; train.py writes a checkpoint
+        process.wait()
 
 
 # ---- Results.
@@ -101,7 +102,7 @@ def write_results(results):
 
 
 def main(argv=None):
-    """Runs the command line. Returns the exit code, 1 if a run failed. Raises UserError."""
+    """Runs the command line. Returns the largest exit code of its runs. Raises UserError."""
     parser = argument_parser(__doc__)
     add = parser.add_argument
     add("--systems", default="learned,uniform,random,whitespace,gumbel,hnet,none")
@@ -138,13 +139,12 @@ def main(argv=None):
     planned.sort(key=lambda run: run[0])  # all systems' first seeds come first
     for _, flags, out_dir in planned:
         check_unchanged(out_dir, hyperparameters(flags))
-    failed = False
+    codes = [0]
     for _, flags, out_dir in planned:
-        if train_to_end(flags, out_dir):
+        codes.append(train_to_end(flags, out_dir))
+        if codes[-1] == 0:
             write_results(results)
-        else:
-            failed = True
-    return int(failed)
+    return max(codes)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ import contextlib
 import io
 import os
 import re
-import signal
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -228,51 +228,76 @@ def test_help_and_marks_are_shown_on_terminals_of_any_encoding(encoding, mark):
 
 
 FORKS = """
-import os, runpy, sys, torch, torch._inductor
-for command in sys.stdin.read().splitlines():
-    for target in "/dev/full", "pipe":
-        if os.fork() == 0:
-            read, write = os.pipe()
+import builtins, os, runpy, signal, sys, torch, torch._inductor, torch.utils.flop_counter
+
+def stop(*texts, **options):  # a print in which a signal arrives
+    builtins.print = shown
+    signal.raise_signal(number)
+    shown(*texts, **options)
+
+shown = print
+ending, *commands = sys.stdin.read().splitlines()
+for command in commands:
+    if os.fork() == 0:
+        read, write = os.pipe()
+        if ending == "pipe":
             os.close(read)
-            os.dup2(os.open(target, os.O_WRONLY) if target == "/dev/full" else write, 1)
-            program, *sys.argv[1:] = command.split()
-            if program.endswith(".py"):
-                runpy.run_path(program, run_name="__main__")
-            runpy.run_module(program, run_name="__main__")
-        print(command.split()[0], target, os.waitstatus_to_exitcode(os.wait()[1]), file=sys.stderr)
+        os.dup2(os.open(ending, os.O_WRONLY) if ending == "/dev/full" else write, 1)
+        if ending.startswith("SIG"):
+            number = getattr(signal, ending)
+            builtins.print = stop
+        program, *sys.argv[1:] = command.split()
+        run = runpy.run_path if program.endswith(".py") else runpy.run_module
+        try:
+            run(program, run_name="__main__")
+        except SystemExit as end:
+            sys.stdout.flush()
+            os._exit(end.code)  # a normal exit takes two seconds
+    print(command.split()[0], os.waitstatus_to_exitcode(os.wait()[1]), file=sys.stderr)
 """
 
 
-def test_a_full_disk_is_one_line_and_2_and_a_closed_pipe_is_no_mistake(data, trained, tmp_path):
-    """Of whatever a program prints: its help, its results or its progress."""
+@pytest.mark.parametrize("ending, code", [
+    ("/dev/full", 2), ("pipe", 0), ("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_program_ends_with_the_code_that_a_shell_expects(ending, code, data, trained, tmp_path):
+    """When its help, its results or its progress fill the disk, have no reader, or are stopped."""
     (tmp_path / "x.txt").write_text("some text\n" * 99)
+    shutil.copy(trained / "log.jsonl", tmp_path)
+    tiny = f"{' '.join(TINY)} --data={data} --training_bytes=128 --warmup_bytes=0"
+    larger = f"{tiny} --effective_batch_size=128 --batch_size=128"  # its FLOPs are counted faster
     commands = [
-        f"train.py {' '.join(TINY)} --data={data} --out_dir={tmp_path}/out --training_bytes=128",
+        f"train.py {tiny} --out_dir={tmp_path}/out",
         "train.py --help", "prepare.py --help", f"sample.py --out_dir={trained} --text=fox",
         f"prepare.py --dataset=files --input={tmp_path}/x.txt --seq_len=9 --out_dir={tmp_path}/x",
-        f"experiments.evaluate {trained} heldout={data}", f"experiments.worth {trained}",
-        "experiments.report --help"]
-    done = subprocess.run([sys.executable, "-c", FORKS], cwd=ROOT, input="\n".join(commands),
-                          capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        f"experiments.evaluate {trained} heldout={data}", "experiments.report --help",
+        f"experiments.worth {trained} --flips=64", f"experiments.figures --watch={tmp_path}",
+        f"experiments.compare --name={tmp_path}/runs --systems=uniform {larger}",
+        f"experiments.bench {larger} --setting="]
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS], cwd=ROOT, input="\n".join([ending, *commands]),
+        capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     lines = [line for line in done.stderr.splitlines() if "%" not in line]  # progress bars
-    for command in commands:
-        name = command.split()[0]
-        error, full, pipe, *lines = lines
+    ends = [line for line in lines if re.fullmatch(r"[\w.]+ -?\d+", line)]
+    assert ends == [f"{command.split()[0]} {code}" for command in commands]
+    errors = [line for line in lines if line not in ends]
+    assert len(errors) >= len(commands) if code == 2 else not errors
+    for error in errors:
         assert re.fullmatch(r"[^:]*: .*\[Errno 28\] No space left on device.*", error)
-        assert (full, pipe) == (f"{name} /dev/full 2", f"{name} pipe 0")
-    assert not lines
-    assert (tmp_path / "out/ckpt.pt").exists()  # training went on without its reader
+    if code != 2:  # also of a run that was stopped
+        assert (tmp_path / "out/ckpt.pt").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_training_with_a_checkpoint_and_128_more_than_its_number(
-        number, data, tmp_path):
-    command = [sys.executable, ROOT / "train.py", *TINY, f"--data={data}", f"--out_dir={tmp_path}",
-               "--training_bytes=1e9", "--eval_interval=999999"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize("command", [
+    "train.py --out_dir={}", "-m experiments.compare --systems=learned --seeds=2 --name={}"])
+def test_a_run_that_is_stopped_has_a_checkpoint_and_says_how_to_go_on(command, data, tmp_path):
+    command = command.format(tmp_path).split()
+    command += [*TINY, f"--data={data}", "--training_bytes=1e9", "--eval_interval=999999"]
+    with subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE,
+                          text=True) as process:
         assert any(line.startswith("step 1 ") for line in process.stdout)
-        process.send_signal(number)
-        rest = process.stdout.read()
-    assert process.returncode == 128 + number
-    assert f"go on with: python train.py --resume=True --out_dir={tmp_path}\n" in rest
-    assert (tmp_path / "ckpt.pt").exists()
+        process.terminate()
+        rest = process.stdout.read()  # to the end of all processes
+    assert process.returncode == 143
+    checkpoint, = tmp_path.rglob("ckpt.pt")
+    assert rest.endswith(
+        f"go on with: python train.py --resume=True --out_dir={checkpoint.parent}\n")
