@@ -4,6 +4,8 @@ import math
 import re
 import shutil
 import unicodedata
+import zlib
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -51,6 +53,63 @@ def test_prompts_are_those_of_the_harness(name, suffix, tmp_path):
     context, answers, lengths, right = PROMPTS[name]
     item = context.encode(), [answer.encode() for answer in answers], lengths, right
     assert evaluate.read_items(f"{name.strip()}={file}", 16) == [item, item]
+
+
+def test_made_up_items_have_the_prompts_and_the_accuracy_of_the_harness(tmp_path, monkeypatch):
+    """Needs `pip install lm-eval==0.4.13`, which is large, and so not among the requirements."""
+    model = pytest.importorskip("lm_eval.api.model")
+    tasks = pytest.importorskip("lm_eval.tasks")
+    evaluator = pytest.importorskip("lm_eval.evaluator")
+    random = np.random.default_rng(0)
+    pieces = [*"ab e.", " ", "  ", "[step]", " [title]", "[header] ", "B", "ill", ","]
+
+    def text():
+        return "a" + "".join(random.choice(pieces, random.integers(1, 9))) + random.choice(["", " "])
+
+    def nats(context, answer):
+        return len(answer) * (2 + zlib.crc32(context + b"|" + answer) % 1000 / 1000)
+
+    class Made(model.TemplateLM):
+        """Made-up likelihoods; the harness moves spaces from the contexts to the answers."""
+
+        eot_token_id, generate_until, loglikelihood_rolling = 0, None, None
+
+        def tok_encode(self, string, **options):
+            return list(string.encode())
+
+        def _loglikelihood_tokens(self, requests, **options):
+            self.read = [(bytes(context), bytes(answer)) for _, context, answer in requests]
+            return [(-nats(*read), False) for read in self.read]
+
+    def score(model, context, answer, seed, autocast):
+        return nats(context, answer), 1, 1
+
+    monkeypatch.setattr(evaluate, "score", score)
+    for name in evaluate.BENCHMARKS:
+        n = 99
+        label = random.integers(2, size=n).tolist()
+        rows = [
+            {"goal": text(), "sol1": text(), "sol2": text(), "label": label[i],
+             "activity_label": text(), "ctx_a": text(), "ctx_b": text(),
+             "ctx": text(), "endings": [text(), text()],
+             "question": text(), "answerKey": "AB"[label[i]],
+             "choices": {"text": [text(), text()], "label": ["A", "B"]},
+             "text": f"{text()} {text()}b"} for i in range(n)]
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        published, = Path(tasks.__file__).parent.glob(f"*/{name.replace('da', 'da_openai')}.yaml")
+        task = tmp_path / f"{name}.yaml"
+        task.write_text(f"include: {published}\ndataset_path: json\ndataset_name: null\n"
+                        "training_split: null\nvalidation_split: null\ntest_split: test\n"
+                        f"dataset_kwargs: {{data_files: {{test: {file}}}}}\n")
+        made = Made()
+        results = evaluator.simple_evaluate(made, tasks=[str(task)], bootstrap_iters=0)
+        items = evaluate.read_items(f"{name}={file}", 16)
+        assert made.read == [
+            (context, answer) for context, answers, _, _ in items for answer in answers]
+        if name != "lambada":
+            measured, = results["results"].values()
+            assert evaluate.task_row(None, items, None)[4] == f"{measured['acc_norm,none']:.4f}"
 
 
 @torch.no_grad()
