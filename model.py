@@ -80,13 +80,14 @@ def window_attention(q, k, v, window):
     N = q.size(2)
     C = min(window, N)  # the size of a chunk
     q, k, v = [F.pad(z, (0, 0, 0, -N % C)).unflatten(2, (-1, C)) for z in (q, k, v)]
-    # (B, heads, chunks, C, head_dim); the padding at the end of the row is seen by padding only
+    # (B, heads, chunks, C, head_dim); only padding sees the padding at the end of the row
+
     # the chunk before each chunk; before the first one, zeros
     before_k, before_v = [F.pad(z, (0, 0, 0, 0, 1, 0))[:, :, :-1] for z in (k, v)]
     k = torch.cat((before_k, k), dim=3)  # (B, heads, chunks, 2 C, head_dim)
     v = torch.cat((before_v, v), dim=3)
-    j = torch.arange(2 * C, device=q.device)  # of the keys, from the start of the chunk before
-    i = j[C:, None]  # of the queries
+    j = torch.arange(2 * C, device=q.device)  # key positions; 0 is the chunk before's first
+    i = j[C:, None]  # query positions
     mask = (j <= i) & (j > i - window)  # (C, 2 C)
     chunk = torch.arange(q.size(2), device=q.device)[:, None, None]
     mask = mask & ((j >= C) | (chunk > 0))  # (chunks, C, 2 C), without those zeros
@@ -113,11 +114,11 @@ class Attention(nn.Module):
         if cache:
             k, v = cache.extend(self, k, v)
         N, K = q.size(2), k.size(2)
-        if self.window and N == K:  # from the start of the row
+        if self.window and N == K:  # no cached keys
             y = window_attention(q, k, v, self.window)
         else:
-            j = torch.arange(K, device=q.device)  # of the keys
-            i = j[K - N :, None]  # of the queries
+            j = torch.arange(K, device=q.device)  # key positions
+            i = j[K - N :, None]  # query positions
             mask = j <= i
             if self.window:
                 mask = mask & (j > i - self.window)
@@ -168,15 +169,16 @@ class Policy(nn.Module):
         self.hp = hp
         self.norm = RMSNorm(hp.embedding_dim)  # our choice, as is the initialization
         self.linear = nn.Linear(hp.embedding_dim, 1 + hp.policy_window, bias=False)
-        nn.init.zeros_(self.linear.weight)  # p starts at the target, but for the soft-cap
+        nn.init.zeros_(self.linear.weight)  # p starts at the target, apart from the soft-cap
 
     def forward(self, X):
         """X (B, N, D) -> l (B, N, 2^w), float32. Bit j-1 of a history is the decision a_{i-j}."""
         with torch.autocast(X.device.type, enabled=False):
             z = self.linear(self.norm(X).float())  # (W_0 X_i, ..., W_w X_i)
-        raw = z[..., :1]  # eq. 21 without earlier boundaries; each turn doubles the histories
+        raw = z[..., :1]  # eq. 21, a column per history; at first, of no earlier decisions
         for j in range(1, 1 + self.hp.policy_window):
-            raw = torch.cat((raw, raw + z[..., j : j + 1]), dim=-1)  # a_{i-j} = 0, a_{i-j} = 1
+            # all histories so far, with a_{i-j} = 0, then with a_{i-j} = 1
+            raw = torch.cat((raw, raw + z[..., j : j + 1]), dim=-1)
         target = self.hp.downsample_rate_target
         l = raw / self.hp.policy_scale + math.log(target / (1 - target))  # eq. 22
         if self.training:
@@ -188,36 +190,28 @@ def draw(p, u, history):
     """Draws boundaries a (B, N) bool from uniforms u (B, N), in parallel.
 
     p (B, N, 2^w) holds p_i for each history, the last w decisions as a number: its bit j-1 is
-    a_{i-j}. history is that before position 0: 0 at a row's start, else (B, 1). Also returns the
-    history before each position, (B, N, 1). The result is exactly that of
+    a_{i-j}. The argument history is the one before position 0: 0 at the start of a row, or (B, 1).
+    Also returns the history before each position, (B, N, 1). The result is exactly that of
 
         for i in range(N):
             a[i] = u[i] < p[i, history]
             history = (2 * history + a[i]) % 2**w
 
-    Given u, each position is a table that maps the history before it to the history after it. Two
-    neighbouring tables compose into one, so this is a parallel scan (Blelloch, "Prefix Sums and
-    Their Applications", 1990). The up-sweep composes pairs of tables, then pairs of pairs. The
-    down-sweep finds the history before each pair, then before each position. That takes 2 log2(N)
-    small steps.
+    Given u, each position is a table: the history after it for each history before it. Looking up
+    the result of one table in the next composes them. So each round doubles how many positions a
+    table spans, as in a parallel prefix sum (Hillis & Steele, 1986).
     """
-    N, H = p.shape[-2:]
+    B, N, H = p.shape
     decision = u[..., None] < p  # (B, N, H), eq. 19
     table = (2 * torch.arange(H, device=p.device) + decision) % H
-    # pad N to a power of two; the padding comes last, so no history depends on it
-    table = F.pad(table, (0, 0, 0, 2 ** math.ceil(math.log2(N)) - N))
-    levels = []
-    while table.size(-2) > 1:  # the up-sweep
-        levels.append(table)
-        first = table[..., ::2, :]
-        second = table[..., 1::2, :]
-        table = second.gather(-1, first)  # first, then second
-    history = table.new_zeros(table.shape[:-1]) + history  # broadcast to (B, 1)
-    for table in reversed(levels):  # the down-sweep
-        first = table[..., ::2, :]
-        between = first.gather(-1, history[..., None])[..., 0]  # the history after the first
-        history = torch.stack((history, between), -1).flatten(-2)  # twice as many positions
-    history = history[..., :N, None]  # without the padding
+    span = 1  # table_i maps the history before position i - span + 1 to the one after i
+    while span < N:
+        longer = table[:, span:].gather(-1, table[:, :-span])
+        table = torch.cat((table[:, :span], longer), dim=1)
+        span *= 2
+    first = table.new_zeros(B, 1) + history
+    after = table.gather(-1, first[:, None].expand(B, N, 1))[..., 0]
+    history = torch.cat((first, after[:, :-1]), dim=1)[..., None]
     return decision.gather(-1, history)[..., 0], history
 
 
@@ -225,7 +219,7 @@ def draw(p, u, history):
 def token_layout(a, multiple=8):
     """Where the tokens of boundaries a (B, N) bool are, int64:
 
-        ends (B, M)   the byte where each token ends, in order; then padding, bytes that end none
+        ends (B, M)   the byte where each token ends, in order; then padding: other bytes
         reads (B, N)  the token that each byte reads: the last one that ends at or before it
 
     For two rows of six bytes, with multiple=1:
@@ -237,7 +231,7 @@ def token_layout(a, multiple=8):
     Padding comes last in its row, where causal attention hides it, and no byte reads it. M is
     rounded up to a multiple, because matmuls with odd sizes are slow.
     """
-    M = int(a.sum(1).max())  # here the CPU waits for the GPU
+    M = int(a.sum(1).max())  # the CPU waits for the GPU
     M = math.ceil(M / multiple) * multiple
     ends = a.int().argsort(dim=1, descending=True, stable=True)[:, :M]  # eq. 8
     reads = a.cumsum(1) - 1  # the sum of eq. 9
@@ -270,11 +264,11 @@ class Head(nn.Module):
 
 
 class Cache:
-    """What generation keeps of the part of a row that it has read. For one row, B = 1."""
+    """What generation remembers of a row that it reads in pieces. For one row, B = 1."""
 
     def __init__(self, model):
         self.length = 0  # bytes read
-        self.history = 0  # the last w decisions, as draw numbers them
+        self.history = 0  # the last w decisions as a number; see draw
         self.tokens = model.embedding.weight.new_zeros(1, 0, model.hp.embedding_dim)  # Y'
         self.kv = {}  # the keys and values of each attention layer
 
@@ -317,7 +311,7 @@ class UNet(nn.Module):
         self.head = Head(D)
 
     def transform(self, blocks, x, positions, cache=None):
-        """Applies blocks to x (B, N, D) at byte positions (N,) or (B, N), counted in this piece."""
+        """Applies blocks to x (B, N, D) at byte positions (N,) or (B, N) of this piece."""
         if cache:
             positions = positions + cache.length
         if x.size(1) == 0:  # no token ends in this piece
@@ -372,7 +366,8 @@ class Model(UNet):
     def forward(self, x, u, cache=None):
         """Bytes x and uniforms u (B, N) -> Output. Nothing at i depends on what comes after i.
 
-        With a cache, x is a row's next piece, and the output is that of a pass over the whole row.
+        With a cache, x is a row's next piece. The output is what a pass over the whole row would
+        give at these positions.
         """
         X = self.encode(x, cache)  # eq. 1
         all_l = self.policy(X)  # (B, N, 2^w): l after each possible history

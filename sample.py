@@ -38,8 +38,8 @@ class Settings:
 
     # of generated texts only
     num_samples: int = 1  # texts
-    max_new_bytes: int = 200  # after the start; training had no rows longer than seq_len in all
-    temperature: float = 0.8  # below 1: likelier bytes; 0: always the likeliest
+    max_new_bytes: int = 200  # start and new bytes beyond seq_len are longer than in training
+    temperature: float = 0.8  # below 1: sharper; 0: always the likeliest byte
     top_k: int = 50  # draw from this many likeliest bytes
 
 
@@ -82,7 +82,7 @@ def generate(model, prompt, max_new_bytes, temperature, top_k, deterministic=Fal
     cache = Cache(model) if model.hp.system == "learned" else None
     for new_bytes in range(max_new_bytes + 1):
         out = model(x, u, cache) if cache else model(x, u)
-        n = x.size(1) if new_bytes == 0 else 1  # bytes of x that were not read before
+        n = x.size(1) if new_bytes == 0 else 1  # bytes of x that were not yielded before
         steps = zip(*(z[0, -n:].tolist() for z in (x, out.a, out.l.sigmoid())))
         if new_bytes == 0:
             next(steps)  # <bos>
@@ -114,7 +114,7 @@ def scored(model, text, deterministic=False):
 
 
 def load(out_dir="out"):
-    """The model that train.py saved in a folder, in evaluation mode on the CPU. Or UserError."""
+    """The model that train.py saved in a folder, in evaluation mode, on the CPU."""
     model, _ = load_model(out_dir)
     return model
 
@@ -137,9 +137,9 @@ def tokens(model, text, deterministic=False):
 def vectors(model, text):
     """The tokens' vectors after the middle: Y' (tokens, D), that of <bos> first.
 
-    text, a str or bytes, has at most seq_len bytes. Tokens end where p > 1/2, as those of tokens
-    with deterministic=True, but a last token that only the text ends has no vector. Raises
-    UserError if the text is longer, or the model is not a learned one.
+    The tokens are those of tokens(model, text, deterministic=True), except a last one that only the
+    text ends. Raises UserError if the text, a str or bytes, is longer than seq_len bytes, or if the
+    model is not a learned one.
     """
     text = text.encode() if isinstance(text, str) else text
     if model.hp.system != "learned" or len(text) > model.hp.seq_len:

@@ -51,7 +51,7 @@ class Hyperparameters:
     # files
     data: str = "data/stdlib"  # folder of shards made by prepare.py; this one is made on first use
     out_dir: str = "out"  # receives ckpt.pt and log.jsonl
-    resume: str = "False"  # True: continue out_dir's run; auto: if there is one. Becomes a bool
+    resume: str = "False"  # True: continue out_dir's run; auto: continue it if there is one
     init_from: str = ""  # or begin with the weights and hyperparameters of another run's ckpt.pt
     # model
     system: str = "learned"  # or uniform, hnet, ...: experiments/systems.py
@@ -75,10 +75,10 @@ class Hyperparameters:
     # optimizer
     training_bytes: int = 4_000_000  # length of the run
     effective_batch_size: int = 16  # rows in a training step, over all processes and micro-batches
-    batch_size: int = 16  # rows in a micro-batch; eq. 17 and 24 average over those of all processes
-    learning_rate: float = 3e-3  # peak of AdamW, reached after the warm-up
-    muon_learning_rate: float = 6e-3  # peak of Muon, for the layers' matrices; 0: all by AdamW
-    cosine: bool = False  # True: both fall to 0 along a cosine, as in the paper; False: linearly
+    batch_size: int = 16  # rows in a process's micro-batch; eq. 17, 24 average over all processes'
+    learning_rate: float = 3e-3  # AdamW's peak, reached after the warm-up
+    muon_learning_rate: float = 6e-3  # Muon's, for the layers' matrices; 0: AdamW trains them too
+    cosine: bool = False  # True: cosine decay to 0, as in the paper; False: linear decay to 0
     warmup_bytes: int = 200_000  # linear warm-up
     weight_decay: float = 0.3  # of matrices, except the policy's
     grad_clip: float = 1.0  # maximum gradient norm
@@ -89,8 +89,8 @@ class Hyperparameters:
     # machine
     device: str = "auto"  # "auto", "cpu", "cuda" or "mps"
     dtype: str = "auto"  # "auto", "float32", "bfloat16" or "float16" (scaled loss; no "mps")
-    compile: bool = True  # torch.compile the model
-    seed: int = 1  # of the weights, the order of rows and the draws
+    compile: bool = True  # torch.compile the layers
+    seed: int = 1  # seeds the weights, the order of rows and the draws
 
 
 # ---- Losses. Log-likelihoods are in nats, and their means are per byte. -------------------------
@@ -107,7 +107,7 @@ def discounted_return(R, gamma):
     Our R_i rewards the prediction made at i; it is the paper's R_{i+1}.
     """
     i = torch.arange(R.size(1), device=R.device)
-    discount = (gamma ** (i[:, None] - i).float()).tril()  # how much R_row counts in G_column
+    discount = (gamma ** (i[:, None] - i).float()).tril()  # discount[k, i] = gamma^(k-i), k >= i
     with torch.autocast(R.device.type, enabled=False):
         return R @ discount
 
@@ -117,10 +117,10 @@ def losses(model, out, y, hp):
 
     out is what the model returned for a micro-batch, y (B, N) are the next bytes.
 
-    The policy is trained by REINFORCE: -grad L_pi estimates the policy gradient, eq. 13, per byte.
-    -grad L_auto estimates the other half of eq. 11: better predictions with the boundaries as they
-    are, eq. 12. The baseline of eq. 17 includes the row itself, which scales eq. 13 by 1 - 1 / B
-    and adds no other bias. gamma < 1 does: it ignores distant rewards, which are mostly noise.
+    The policy is trained by REINFORCE. Per byte, -grad L_pi estimates the policy gradient, eq. 13,
+    and -grad L_auto estimates eq. 12, better predictions with the same boundaries. The mean in eq.
+    17 includes the row itself; that only scales eq. 13 by 1 - 1 / (number of rows). gamma < 1 adds
+    bias, but removes more noise: it ignores distant rewards.
     """
     logp = model.head.logp(out.Z, y)  # (B, N), eq. 6
     early_logp = model.early_head.logp(out.X, y)  # eq. 14
@@ -130,9 +130,9 @@ def losses(model, out, y, hp):
     G = discounted_return(R, hp.gamma)  # eq. 16
     A = G - mean_over_processes(G.mean(0))  # the advantage, eq. 17
     log_pi = -F.binary_cross_entropy_with_logits(out.l, out.a.float(), reduction="none")
-    L_pi = -(log_pi * A)[:, 1:].sum() / A.numel()  # eq. 18; position 0 is forced
-    # mean l needs no mean over processes, since gradients are averaged. Position 0 counts here,
-    # with the policy's own p instead of the forced 1.
+    L_pi = -(log_pi * A)[:, 1:].sum() / A.numel()  # eq. 18, without the forced a_0
+    # eq. 24 counts position 0, with the policy's own p. mean l needs no mean over processes, since
+    # gradients are averaged.
     mean_p = mean_over_processes(out.l.detach().sigmoid().mean())
     L_tgt = out.l.mean() * (mean_p - hp.downsample_rate_target)  # eq. 24
     L = (L_auto + hp.lambda_pi * L_pi + hp.lambda_target * L_tgt
@@ -151,7 +151,7 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
     Returns what to log, scalar tensors by name that are means over the micro-batches, and the
     gradient's norm.
     """
-    # other systems have a method losses; unbound, it has the same arguments as the function
+    # the models of experiments/systems.py have a losses(self, out, y, hp) of their own
     system_losses = getattr(type(model), "losses", losses)
     logged = {}
     for x, y, u in batches:
@@ -170,7 +170,7 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
             mean_over_processes(parameter.grad)
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
-    # the scale is 1 without float16; with it, it starts at 65,536 and each overflow halves it
+    # the scale is 1, but in float16 it starts at 65,536, and each overflow halves it
     if not math.isfinite(grad_norm) and scaler.get_scale() <= 1:
         raise UserError("the gradient is not finite; use smaller learning rates")
     for group in optimizer.param_groups:
@@ -193,9 +193,9 @@ def learning_rate_fraction(bytes_seen, end, hp):
 
 
 def make_optimizer(model, hp, dtype):
-    """An optimizer of all parameters, whose learning rates are the peaks of the schedule.
+    """An optimizer for all parameters, with the schedule's peaks as its learning rates.
 
-    Muon trains the layers' matrices, with matmuls in the dtype, and AdamW trains the rest.
+    Muon trains the layers' matrices, with matmuls in this dtype, and AdamW trains the rest.
     """
     undecayed, blocks, others = [], [], []
     for name, p in model.named_parameters():
@@ -221,11 +221,11 @@ def row_order(seed, epoch, n):
 
 
 def micro_batches(shards, first_row, rows, batch_size, seed=0, rank=0, world=1, device="cpu"):
-    """The run's next `rows` rows, from number first_row on: this process's share of them.
+    """This process's share of the run's next `rows` rows, which begin with number first_row.
 
-    A list of micro-batches (x, y, u), each (batch_size, N). y is a row; x is <bos> and the row
-    without its last byte; u are uniforms. What all processes together read does not depend on how
-    many they are.
+    Returns a list of micro-batches (x, y, u), each (batch_size, N). y is a row; x is <bos> and the
+    row without its last byte; u are uniforms. All processes together read the same rows, however
+    many processes there are.
     """
     shard_rows, N = shards[0].shape  # all shards but the last have this many rows
     n = sum(map(len, shards))
@@ -242,17 +242,17 @@ def micro_batches(shards, first_row, rows, batch_size, seed=0, rank=0, world=1, 
 
 # ---- Evaluation. --------------------------------------------------------------------------------
 def evaluate(model, shards, hp, autocast):
-    """What a log record of an evaluation holds, from validation rows that are always the same.
+    """Evaluates the model on the same validation rows every time, and returns a log record.
 
     val_bpb and val_rate are bits and tokens per byte; outside is the share of tokens that end
     outside words; line is the beginning of the first row, (byte, a, p) for each byte.
-    Gradients stay on: without them, torch.compile would compile every layer a second time.
     """
     rows = min(hp.eval_rows, sum(map(len, shards)))
     device = model.embedding.weight.device
     nats = 0
     read = []
     model.eval()
+    # without torch.no_grad: torch.compile would compile every layer a second time
     for x, y, u in micro_batches(shards, 0, rows, hp.batch_size, device=device):
         with autocast:
             out = model(x, u)
@@ -261,7 +261,7 @@ def evaluate(model, shards, hp, autocast):
     model.train()
     x, a, p = [torch.cat(z)[:, 1:].cpu() for z in zip(*read)]  # without <bos>
     tokens = a.sum().item() + rows  # <bos> is one
-    line = trimmed([*zip(*(z[0, :160].tolist() for z in (x, a, p)))])
+    line = trimmed([*zip(x[0, :160].tolist(), a[0, :160].tolist(), p[0, :160].tolist())])
     return {"val_bpb": nats / math.log(2) / rows / hp.seq_len,
             "val_rate": tokens / rows / hp.seq_len,
             "outside": share_outside_words(x, a), "line": line}
@@ -273,7 +273,7 @@ def share_outside_words(x, a):
     A token may end at any of a character's bytes; two in the same character count as one.
     """
     x, a = x.flatten().tolist(), a.flatten().tolist()
-    steps = zip(x, a, a)  # p, the third, is not used
+    steps = zip(x, a, a)  # the third would be p, which is not needed here
     outside = [not in_word(text) for text, end, _ in characters(steps) if end]
     return sum(outside) / max(len(outside), 1)
 
@@ -430,9 +430,7 @@ def read_hyperparameters(argv):
     if hp.resume or hp.init_from:
         saved = read_checkpoint(path if hp.resume else hp.init_from)
         own = {"out_dir": hp.out_dir, "resume": hp.resume}  # these are never inherited
-        vars(hp).update(saved["config"])
-        vars(hp).update(chosen)
-        vars(hp).update(own)
+        vars(hp).update(saved["config"] | chosen | own)
         for name in sorted(chosen.keys() - {"out_dir", "resume", "init_from"}):
             old = saved["config"].get(name)
             if RANK == 0 and chosen[name] != old:
@@ -484,7 +482,7 @@ stop_signals = []  # Ctrl-C, schedulers and closed terminals add to it: the run 
 
 
 def catch_signals():
-    """Makes Ctrl-C, SIGTERM and SIGHUP add to stop_signals; each of them a second time kills."""
+    """Makes Ctrl-C, SIGTERM and SIGHUP add to stop_signals. The second of a kind kills."""
     def request_stop(number, _):
         stop_signals.append(number)
         signal.signal(number, signal.SIG_DFL)

@@ -1,7 +1,11 @@
-"""experiments/compare.py, report.py, bench.py and flops.py."""
+"""experiments/compare.py, report.py, bench.py, flops.py and repeats.py."""
 import json
+import math
+import re
 import shutil
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
@@ -10,9 +14,10 @@ import train
 from common.commandline import UserError
 from common.models import load_model, make_model
 from conftest import TINY
-from experiments import bench, compare, flops, report
+from experiments import bench, compare, flops, repeats, report
 from experiments.flops import flops_per_byte, paper_flops_per_byte
 from experiments.systems import SYSTEMS, Fixed
+from model import Output
 from train import Hyperparameters
 
 
@@ -34,8 +39,8 @@ def read_jsonl(path):
 
 def train_here(flags, out_dir):
     """In place of compare.train_to_end: no new process."""
-    train.main([*flags, f"--out_dir={out_dir}", f"--resume={(out_dir / 'ckpt.pt').exists()}"])
-    return True
+    resume = (out_dir / "ckpt.pt").exists()
+    return train.main([*flags, f"--out_dir={out_dir}", f"--resume={resume}"])
 
 
 @pytest.mark.paper
@@ -60,9 +65,9 @@ def test_flops_are_those_of_all_matmuls(system, target, tokens, own, rows):
     head = 16 * 264
     matrices = 32 * (2 * 7 * 16**2 + head + own) + tokens * 16 * 16**2
     attention = 2 * (2 * 32 * 16 * 16) + 2 * tokens**2 * 16  # a byte's products are with 16 keys
-    # five iterations for each matrix; the shorter side is always 16
+    # three iterations for each matrix; the shorter side is always 16
     longer = 2 * [48, 16, 32, 16] + [48, 16, 128, 64]
-    muon = sum(5 * (2 * 16**2 * side + 16**3) for side in longer)
+    muon = sum(3 * (2 * 16**2 * side + 16**3) for side in longer)
     returns = rows * 32 * 32 if system == "learned" else 0
     # a multiply-add is two FLOPs
     expected = 2 * (3 * (matrices + attention) * rows + returns + muon)
@@ -323,7 +328,7 @@ def test_a_failed_run_does_not_end_a_comparison(data, tmp_path, monkeypatch, cap
     results = tmp_path / "x"
     (results / "runs/none-1337/ckpt.part").mkdir(parents=True)  # in the way of a checkpoint
     flags = [*TINY, f"--data={data}", "--training_bytes=512", "--name=x"]
-    assert compare.main([*flags, "--systems=none,uniform"]) == 1
+    assert compare.main([*flags, "--systems=none,uniform"]) == 2
     assert capfd.readouterr().err.count("train.py: ") == 1
     [uniform] = cells(results / "table.md")
     assert uniform[0] == "uniform"
@@ -379,3 +384,31 @@ def test_bench_converts_seconds_into_speeds(monkeypatch, capsys):
     assert default == ["default", "12.8", "0%", "10.0", "128.0", "12.80", "1.00"]
     assert none == ["--system=none --effective_batch_size=8", "25.6", "0%", "10.0", "256.0",
                     "25.60", "0.50"]
+
+
+def test_the_bits_along_words_are_those_of_repeated_and_of_new_ones():
+    """A byte's bits are its value here. A regular expression finds the words."""
+    text = (b"the cat sat on the mats, then the cat_ sat on the matter; then abcdefghijkl x.abcde y")
+    rows = np.frombuffer(text * 2, np.uint8).reshape(2, -1)
+    rows = np.concatenate([rows, rows[:, :40]], axis=1)
+    expected = {"repeated": {}, "new": {}}
+    for row in rows:
+        pieces = [*re.finditer(rb"[^a-z]*[a-z]+[^a-z]", row.tobytes())]
+        seen = []
+        for before, word in zip(pieces, pieces[1:]):
+            pair = before[0], word[0]
+            kind = expected["repeated" if pair in seen else "new"]
+            seen.append(pair)
+            for k, byte in enumerate(word[0][:9] if len(word[0]) >= 5 else b""):
+                kind.setdefault(k, []).append(byte)
+    expected = {kind: [np.mean(z) for z in found.values()] for kind, found in expected.items()}
+
+    def model(x, u):
+        return Output(x, x, None, None)
+
+    model.hp = train.Hyperparameters(seq_len=rows.shape[1])
+    model.head = SimpleNamespace(logp=lambda Z, y: -math.log(2) * y.float())
+    found = repeats.bits_along_words(model, [rows])
+    for kind in "repeated", "new":
+        assert len(found[kind]) > 4
+        assert found[kind] == pytest.approx(expected[kind])

@@ -64,7 +64,8 @@ def test_made_up_items_have_the_prompts_and_the_accuracy_of_the_harness(tmp_path
     pieces = [*"ab e.", " ", "  ", "[step]", " [title]", "[header] ", "B", "ill", ","]
 
     def text():
-        return "a" + "".join(random.choice(pieces, random.integers(1, 9))) + random.choice(["", " "])
+        middle = "".join(random.choice(pieces, random.integers(1, 9)))
+        return "a" + middle + random.choice(["", " "])
 
     def nats(context, answer):
         return len(answer) * (2 + zlib.crc32(context + b"|" + answer) % 1000 / 1000)
