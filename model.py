@@ -175,7 +175,7 @@ class Policy(nn.Module):
         """X (B, N, D) -> l (B, N, 2^w), float32. Bit j-1 of a history is the decision a_{i-j}."""
         with torch.autocast(X.device.type, enabled=False):
             z = self.linear(self.norm(X).float())  # (W_0 X_i, ..., W_w X_i)
-        raw = z[..., :1]  # eq. 21, a column per history; at first, of no earlier decisions
+        raw = z[..., :1]  # eq. 21, a column per history; W_0 X_i alone is that of no history
         for j in range(1, 1 + self.hp.policy_window):
             # all histories so far, with a_{i-j} = 0, then with a_{i-j} = 1
             raw = torch.cat((raw, raw + z[..., j : j + 1]), dim=-1)
@@ -204,10 +204,11 @@ def draw(p, u, history):
     B, N, H = p.shape
     decision = u[..., None] < p  # (B, N, H), eq. 19
     table = (2 * torch.arange(H, device=p.device) + decision) % H
-    span = 1  # table_i maps the history before position i - span + 1 to the one after i
+    # table_i maps the history before position max(0, i - span + 1) to the one after i
+    span = 1
     while span < N:
         longer = table[:, span:].gather(-1, table[:, :-span])
-        table = torch.cat((table[:, :span], longer), dim=1)
+        table = torch.cat((table[:, :span], longer), dim=1)  # the first ones are complete
         span *= 2
     first = table.new_zeros(B, 1) + history
     after = table.gather(-1, first[:, None].expand(B, N, 1))[..., 0]
@@ -294,7 +295,7 @@ class Output(NamedTuple):
 class UNet(nn.Module):
     """Byte encoder, middle transformer and byte decoder, for given boundaries; section 2.2.
 
-    Only generation passes a cache. Then x, X and a are the row's next piece.
+    A cache is for a row that is read in pieces. Then x, X and a are the next piece.
     """
 
     def __init__(self, hp):
@@ -349,7 +350,7 @@ class UNet(nn.Module):
         tokens = pick(X, ends)  # X' (B, M, D), eq. 3, eq. 7
         tokens = self.transform(self.middle, tokens, ends, cache)  # Y' (B, M, D), eq. 4
         if cache:
-            reads = reads + cache.tokens.size(1)
+            reads = reads + cache.tokens.size(1)  # -1, no token yet, becomes the last cached one
             tokens = torch.cat((cache.tokens, tokens), dim=1)
             cache.tokens = tokens
         return self.decode(self.upsample(X, tokens, reads), cache)  # eq. 5

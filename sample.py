@@ -38,7 +38,7 @@ class Settings:
 
     # of generated texts only
     num_samples: int = 1  # texts
-    max_new_bytes: int = 200  # start and new bytes beyond seq_len are longer than in training
+    max_new_bytes: int = 200  # more than seq_len, start included, is longer than in training
     temperature: float = 0.8  # below 1: sharper; 0: always the likeliest byte
     top_k: int = 50  # draw from this many likeliest bytes
 

@@ -75,10 +75,10 @@ class Hyperparameters:
     # optimizer
     training_bytes: int = 4_000_000  # length of the run
     effective_batch_size: int = 16  # rows in a training step, over all processes and micro-batches
-    batch_size: int = 16  # rows in a process's micro-batch; eq. 17, 24 average over all processes'
+    batch_size: int = 16  # rows in a micro-batch; eq. 17, 24 average over one of each process
     learning_rate: float = 3e-3  # AdamW's peak, reached after the warm-up
     muon_learning_rate: float = 6e-3  # Muon's, for the layers' matrices; 0: AdamW trains them too
-    cosine: bool = False  # True: cosine decay to 0, as in the paper; False: linear decay to 0
+    cosine: bool = False  # True: cosine decay, as in the paper; False: linear decay; both to 0
     warmup_bytes: int = 200_000  # linear warm-up
     weight_decay: float = 0.3  # of matrices, except the policy's
     grad_clip: float = 1.0  # maximum gradient norm
@@ -107,7 +107,7 @@ def discounted_return(R, gamma):
     Our R_i rewards the prediction made at i; it is the paper's R_{i+1}.
     """
     i = torch.arange(R.size(1), device=R.device)
-    discount = (gamma ** (i[:, None] - i).float()).tril()  # discount[k, i] = gamma^(k-i), k >= i
+    discount = (gamma ** (i[:, None] - i).float()).tril()  # discount[j, i] = gamma^(j-i), j >= i
     with torch.autocast(R.device.type, enabled=False):
         return R @ discount
 
@@ -118,9 +118,9 @@ def losses(model, out, y, hp):
     out is what the model returned for a micro-batch, y (B, N) are the next bytes.
 
     The policy is trained by REINFORCE. Per byte, -grad L_pi estimates the policy gradient, eq. 13,
-    and -grad L_auto estimates eq. 12, better predictions with the same boundaries. The mean in eq.
-    17 includes the row itself; that only scales eq. 13 by 1 - 1 / (number of rows). gamma < 1 adds
-    bias, but removes more noise: it ignores distant rewards.
+    and -grad L_auto estimates eq. 12, the gradient for fixed boundaries. The mean in eq. 17
+    includes the row itself; that only scales eq. 13 by 1 - 1 / (number of rows). gamma < 1 trades
+    some bias for much less variance.
     """
     logp = model.head.logp(out.Z, y)  # (B, N), eq. 6
     early_logp = model.early_head.logp(out.X, y)  # eq. 14
@@ -131,8 +131,8 @@ def losses(model, out, y, hp):
     A = G - mean_over_processes(G.mean(0))  # the advantage, eq. 17
     log_pi = -F.binary_cross_entropy_with_logits(out.l, out.a.float(), reduction="none")
     L_pi = -(log_pi * A)[:, 1:].sum() / A.numel()  # eq. 18, without the forced a_0
-    # eq. 24 counts position 0, with the policy's own p. mean l needs no mean over processes, since
-    # gradients are averaged.
+    # eq. 24 includes position 0, with p as it was before forcing. mean l needs no mean over
+    # processes, because gradients are averaged.
     mean_p = mean_over_processes(out.l.detach().sigmoid().mean())
     L_tgt = out.l.mean() * (mean_p - hp.downsample_rate_target)  # eq. 24
     L = (L_auto + hp.lambda_pi * L_pi + hp.lambda_target * L_tgt
@@ -151,13 +151,13 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
     Returns what to log, scalar tensors by name that are means over the micro-batches, and the
     gradient's norm.
     """
-    # the models of experiments/systems.py have a losses(self, out, y, hp) of their own
-    system_losses = getattr(type(model), "losses", losses)
+    # the models of experiments/systems.py have a method losses(self, out, y, hp)
+    loss_function = getattr(type(model), "losses", losses)
     logged = {}
     for x, y, u in batches:
         with autocast:
             out = model(x, u)
-            L, terms = system_losses(model, out, y, hp)
+            L, terms = loss_function(model, out, y, hp)
         scaler.scale(L / len(batches)).backward()
         l = out.l.detach()
         terms["bpb"] = terms["auto"] / math.log(2)
@@ -170,7 +170,7 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
             mean_over_processes(parameter.grad)
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
-    # the scale is 1, but in float16 it starts at 65,536, and each overflow halves it
+    # in float16 the scale starts at 65,536, and each overflow halves it; else it is always 1
     if not math.isfinite(grad_norm) and scaler.get_scale() <= 1:
         raise UserError("the gradient is not finite; use smaller learning rates")
     for group in optimizer.param_groups:
@@ -223,9 +223,9 @@ def row_order(seed, epoch, n):
 def micro_batches(shards, first_row, rows, batch_size, seed=0, rank=0, world=1, device="cpu"):
     """This process's share of the run's next `rows` rows, which begin with number first_row.
 
-    Returns a list of micro-batches (x, y, u), each (batch_size, N). y is a row; x is <bos> and the
-    row without its last byte; u are uniforms. All processes together read the same rows, however
-    many processes there are.
+    Returns a list of micro-batches (x, y, u), each (batch_size, N); the last may have fewer rows.
+    y is a row; x is <bos> and the row without its last byte; u are uniforms. The rows of a training
+    step do not depend on the number of processes.
     """
     shard_rows, N = shards[0].shape  # all shards but the last have this many rows
     n = sum(map(len, shards))
@@ -295,7 +295,7 @@ def train(hp, saved):
     if hp.resume:
         load_optimizer(optimizer, scaler, saved, hp)
         step, bytes_seen, log_bytes = saved["step"], saved["bytes_seen"], saved["log_bytes"]
-    step_bytes = hp.effective_batch_size * hp.seq_len
+    step_bytes = hp.effective_batch_size * hp.seq_len  # a resumed run may have another size
     end = bytes_seen + math.ceil((hp.training_bytes - bytes_seen) / step_bytes) * step_bytes
 
     if RANK == 0:
@@ -378,7 +378,7 @@ def load_optimizer(optimizer, scaler, saved, hp):
 # ---- Machinery: the log. ------------------------------------------------------------------------
 def open_log(path, length, device, dtype, val_shards, hp):
     """Opens log.jsonl after its first `length` bytes, and writes a header about the run."""
-    # only training steps log "bpb"
+    # a log without training steps, which alone have "bpb", may be overwritten
     if not hp.resume and path.exists() and '"bpb": ' in path.read_text():
         raise UserError(f"{path} is the log of another run; remove it, or use another --out_dir")
     log = path.open("a", buffering=1)

@@ -230,7 +230,7 @@ def test_readmes_python_examples_run_as_written(trained, monkeypatch):
     assert b"".join(pieces) == b"def main(argv):"
     p = [number for number in p if number is not None]  # only the text ends the last token
     assert all(0 < number < 1 for number in p)
-    assert names["Y"].shape == (1 + len(p), 16)
+    assert names["V"].shape == (1 + len(p), 16)
 
 
 @pytest.mark.parametrize("arguments, message", [
