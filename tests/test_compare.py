@@ -1,4 +1,4 @@
-"""experiments/compare.py, report.py, bench.py, flops.py and repeats.py."""
+"""experiments/compare.py, report.py, bench.py, flops.py and context.py."""
 import json
 import math
 import re
@@ -14,7 +14,7 @@ import train
 from common.commandline import UserError
 from common.models import load_model, make_model
 from conftest import TINY
-from experiments import bench, compare, flops, repeats, report
+from experiments import bench, compare, context, flops, report
 from experiments.flops import flops_per_byte, paper_flops_per_byte
 from experiments.systems import SYSTEMS, Fixed
 from model import Output
@@ -386,11 +386,10 @@ def test_bench_converts_seconds_into_speeds(monkeypatch, capsys):
                     "25.60", "0.50"]
 
 
-def test_the_bits_along_words_are_those_of_repeated_and_of_new_ones():
+def test_bits_are_those_of_a_rows_beginning_and_end_and_of_repeated_and_new_words():
     """A byte's bits are its value here. A regular expression finds the words."""
     text = (b"the cat sat on the mats, then the cat_ sat on the matter; then abcdefghijkl x.abcde y")
-    rows = np.frombuffer(text * 2, np.uint8).reshape(2, -1)
-    rows = np.concatenate([rows, rows[:, :40]], axis=1)
+    rows = np.frombuffer(text * 8, np.uint8).reshape(2, -1)
     expected = {"repeated": {}, "new": {}}
     for row in rows:
         pieces = [*re.finditer(rb"[^a-z]*[a-z]+[^a-z]", row.tobytes())]
@@ -401,14 +400,15 @@ def test_the_bits_along_words_are_those_of_repeated_and_of_new_ones():
             seen.append(pair)
             for k, byte in enumerate(word[0][:9] if len(word[0]) >= 5 else b""):
                 kind.setdefault(k, []).append(byte)
-    expected = {kind: [np.mean(z) for z in found.values()] for kind, found in expected.items()}
 
     def model(x, u):
         return Output(x, x, None, None)
 
     model.hp = train.Hyperparameters(seq_len=rows.shape[1])
     model.head = SimpleNamespace(logp=lambda Z, y: -math.log(2) * y.float())
-    found = repeats.bits_along_words(model, [rows])
+    found = context.measure(model, [rows])
+    assert found["first"] == pytest.approx(rows[:, :64].mean())
+    assert found["later"] == pytest.approx(rows[:, 256:].mean())
     for kind in "repeated", "new":
         assert len(found[kind]) > 4
-        assert found[kind] == pytest.approx(expected[kind])
+        assert found[kind] == pytest.approx([np.mean(z) for z in expected[kind].values()])
