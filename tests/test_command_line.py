@@ -291,7 +291,7 @@ def test_a_program_ends_with_the_code_that_a_shell_expects(ending, code, data, t
     "train.py --out_dir={}", "-m experiments.compare --systems=learned --seeds=2 --name={}"])
 def test_a_run_that_is_stopped_has_a_checkpoint_and_says_how_to_go_on(command, data, tmp_path):
     command = command.format(tmp_path).split()
-    command += [*TINY, f"--data={data}", "--training_bytes=1e9", "--eval_interval=999999"]
+    command += [*TINY, f"--data={data}", "--training_bytes=1e5", "--eval_interval=999999"]
     with subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE,
                           text=True) as process:
         assert any(line.startswith("step 1 ") for line in process.stdout)
