@@ -205,9 +205,6 @@ def test_eight_processes_may_have_one_row_each():
 def test_a_program_prints_a_mistake_on_one_line_and_keeps_other_tracebacks(tmp_path):
     _, error = run("train.py", "--\x1b[31m=\n", f"--out_dir={tmp_path}", code=2)
     assert error == "train.py: unknown name '␛[31m'; try --help\n"
-    program = ("import signal; from common.commandline import run_program; "
-               "run_program(lambda argv: signal.raise_signal(2))")
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 130
     program = "from common.commandline import run_program; run_program(lambda argv: int('x'))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
@@ -300,13 +297,11 @@ def test_a_program_ends_with_the_code_that_a_shell_expects(ending, endings):
         assert re.fullmatch(r"[^:]*: .*\[Errno 28\] No space left on device.*", error)
 
 
-@pytest.mark.parametrize("command", [
-    "train.py --out_dir={}", "-m experiments.compare --systems=learned --seeds=2 --name={}"])
-def test_a_run_that_is_stopped_has_a_checkpoint_and_says_how_to_go_on(command, data, tmp_path):
-    command = command.format(tmp_path).split()
-    command += [*TINY, f"--data={data}", "--training_bytes=1e5", "--eval_interval=999999"]
-    with subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE,
-                          text=True) as process:
+def test_a_comparison_that_is_stopped_leaves_a_run_that_can_go_on(data, tmp_path):
+    command = [sys.executable, "-m", "experiments.compare", "--systems=learned", "--seeds=2",
+               f"--name={tmp_path}", *TINY, f"--data={data}", "--training_bytes=1e5",
+               "--eval_interval=999999"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert any(line.startswith("step 1 ") for line in process.stdout)
         process.terminate()
         rest = process.stdout.read()  # to the end of all processes
