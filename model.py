@@ -175,7 +175,7 @@ class Policy(nn.Module):
         """X (B, N, D) -> l (B, N, 2^w), float32. Bit j-1 of a history is the decision a_{i-j}."""
         with torch.autocast(X.device.type, enabled=False):
             z = self.linear(self.norm(X).float())  # (W_0 X_i, ..., W_w X_i)
-        raw = z[..., :1]  # eq. 21, a column per history; W_0 X_i alone is that of no history
+        raw = z[..., :1]  # eq. 21, a column per history; at first that of the empty one
         for j in range(1, 1 + self.hp.policy_window):
             # all histories so far, with a_{i-j} = 0, then with a_{i-j} = 1
             raw = torch.cat((raw, raw + z[..., j : j + 1]), dim=-1)

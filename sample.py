@@ -114,7 +114,10 @@ def scored(model, text, deterministic=False):
 
 
 def load(out_dir="out"):
-    """The model that train.py saved in a folder, in evaluation mode, on the CPU."""
+    """The model that train.py saved in a folder, in evaluation mode, on the CPU.
+
+    Raises UserError if there is none, or if it is damaged.
+    """
     model, _ = load_model(out_dir)
     return model
 

@@ -34,7 +34,7 @@ class MuonAdamW(torch.optim.AdamW):
     """Muon steps along the orthogonalized momentum of matrices. All else is torch's AdamW.
 
     Parameter groups with "muon": True are Muon's; a step removes their gradients. Their update is
-    that of torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but for the coefficients. We do
+    that of torch.optim.Muon with adjust_lr_fn="match_rms_adamw", except the coefficients. We do
     not use that class: it always computes in bfloat16, which is slow on a T4 and twenty times
     slower on CPUs without AVX512, and it updates one matrix at a time.
     """

@@ -5,7 +5,7 @@ Where a model loses its bits: early and late in a row, in repeated words and in 
 
 Reads 512 validation rows. Prints the bits per byte of a row's first 64 bytes (first) and of those
 after its first 256 (later), and the bits of the first to ninth byte of words of five bytes and
-more. Adds them to measured.json, where report.py finds them.
+more. Writes them to measured.json beside the log, where report.py finds them.
 
 A word ends as whitespace's tokens do, for every system. It is repeated if it stood in the same row
 before, after the same word.

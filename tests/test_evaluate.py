@@ -98,7 +98,8 @@ def test_made_up_items_have_the_prompts_and_the_accuracy_of_the_harness(tmp_path
              "text": f"{text()} {text()}b"} for i in range(n)]
         file = tmp_path / f"{name}.jsonl"
         file.write_text("\n".join(map(json.dumps, rows)))
-        published, = Path(tasks.__file__).parent.glob(f"*/{name.replace('da', 'da_openai')}.yaml")
+        file_name = "lambada_openai" if name == "lambada" else name
+        published, = Path(tasks.__file__).parent.glob(f"*/{file_name}.yaml")
         task = tmp_path / f"{name}.yaml"
         task.write_text(f"include: {published}\ndataset_path: json\ndataset_name: null\n"
                         "training_split: null\nvalidation_split: null\ntest_split: test\n"
