@@ -86,7 +86,7 @@ def window_attention(q, k, v, window):
     before_k, before_v = [F.pad(z, (0, 0, 0, 0, 1, 0))[:, :, :-1] for z in (k, v)]
     k = torch.cat((before_k, k), dim=3)  # (B, heads, chunks, 2 C, head_dim)
     v = torch.cat((before_v, v), dim=3)
-    j = torch.arange(2 * C, device=q.device)  # key positions; 0 is the chunk before's first
+    j = torch.arange(2 * C, device=q.device)  # key positions, from the start of the chunk before
     i = j[C:, None]  # query positions
     mask = (j <= i) & (j > i - window)  # (C, 2 C)
     chunk = torch.arange(q.size(2), device=q.device)[:, None, None]
@@ -160,7 +160,7 @@ class Block(nn.Module):
 class Policy(nn.Module):
     """The logit of "a token ends here" after every possible history of w decisions.
 
-    Replace it as you like. It must return (B, N, 2^w), and l at i may use X_i alone, because
+    Replace it as you like. It must return (B, N, 2^w), and l at i must depend on X_i only, because
     generation passes a row in pieces.
     """
 
@@ -169,15 +169,15 @@ class Policy(nn.Module):
         self.hp = hp
         self.norm = RMSNorm(hp.embedding_dim)  # our choice, as is the initialization
         self.linear = nn.Linear(hp.embedding_dim, 1 + hp.policy_window, bias=False)
-        nn.init.zeros_(self.linear.weight)  # p starts at the target, apart from the soft-cap
+        nn.init.zeros_(self.linear.weight)  # p starts near the target (eq. 23: 0.206 for 0.2)
 
     def forward(self, X):
         """X (B, N, D) -> l (B, N, 2^w), float32. Bit j-1 of a history is the decision a_{i-j}."""
         with torch.autocast(X.device.type, enabled=False):
             z = self.linear(self.norm(X).float())  # (W_0 X_i, ..., W_w X_i)
-        raw = z[..., :1]  # eq. 21, a column per history; at first that of the empty one
+        raw = z[..., :1]  # eq. 21, a column for each history of j decisions; here j = 0
         for j in range(1, 1 + self.hp.policy_window):
-            # all histories so far, with a_{i-j} = 0, then with a_{i-j} = 1
+            # the histories so far with a_{i-j} = 0, then with a_{i-j} = 1
             raw = torch.cat((raw, raw + z[..., j : j + 1]), dim=-1)
         target = self.hp.downsample_rate_target
         l = raw / self.hp.policy_scale + math.log(target / (1 - target))  # eq. 22
@@ -197,9 +197,9 @@ def draw(p, u, history):
             a[i] = u[i] < p[i, history]
             history = (2 * history + a[i]) % 2**w
 
-    Given u, each position is a table: the history after it for each history before it. Looking up
-    the result of one table in the next composes them. So each round doubles how many positions a
-    table spans, as in a parallel prefix sum (Hillis & Steele, 1986).
+    Given u, each position maps the history before it to the one after it, with a table of 2^w
+    entries. Looking up a table's entries in the next one composes the two. So each round doubles
+    how many positions a table spans, as in a parallel prefix sum (Hillis & Steele, 1986).
     """
     B, N, H = p.shape
     decision = u[..., None] < p  # (B, N, H), eq. 19
@@ -208,7 +208,7 @@ def draw(p, u, history):
     span = 1
     while span < N:
         longer = table[:, span:].gather(-1, table[:, :-span])
-        table = torch.cat((table[:, :span], longer), dim=1)  # the first ones are complete
+        table = torch.cat((table[:, :span], longer), dim=1)  # the first ones reach back to 0
         span *= 2
     first = table.new_zeros(B, 1) + history
     after = table.gather(-1, first[:, None].expand(B, N, 1))[..., 0]
@@ -220,7 +220,7 @@ def draw(p, u, history):
 def token_layout(a, multiple=8):
     """Where the tokens of boundaries a (B, N) bool are, int64:
 
-        ends (B, M)   the byte where each token ends, in order; then padding: other bytes
+        ends (B, M)   where each token ends, in order; then, as padding, positions where none ends
         reads (B, N)  the token that each byte reads: the last one that ends at or before it
 
     For two rows of six bytes, with multiple=1:
@@ -287,7 +287,7 @@ class Cache:
 class Output(NamedTuple):
     """What a forward pass returns."""
     Z: torch.Tensor  # (B, N, D), what the head reads
-    X: torch.Tensor  # (B, N, D), what the early exit's head reads; None without one
+    X: torch.Tensor  # (B, N, D), what the early exit reads; None in experiments/systems.py
     l: torch.Tensor  # (B, N), the logit of a_i after the decisions before it
     a: torch.Tensor  # (B, N) bool
 
@@ -350,7 +350,8 @@ class UNet(nn.Module):
         tokens = pick(X, ends)  # X' (B, M, D), eq. 3, eq. 7
         tokens = self.transform(self.middle, tokens, ends, cache)  # Y' (B, M, D), eq. 4
         if cache:
-            reads = reads + cache.tokens.size(1)  # -1, no token yet, becomes the last cached one
+            # -1, no token in this piece yet, becomes the last cached token
+            reads = reads + cache.tokens.size(1)
             tokens = torch.cat((cache.tokens, tokens), dim=1)
             cache.tokens = tokens
         return self.decode(self.upsample(X, tokens, reads), cache)  # eq. 5

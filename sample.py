@@ -82,11 +82,8 @@ def generate(model, prompt, max_new_bytes, temperature, top_k, deterministic=Fal
     cache = Cache(model) if model.hp.system == "learned" else None
     for new_bytes in range(max_new_bytes + 1):
         out = model(x, u, cache) if cache else model(x, u)
-        n = x.size(1) if new_bytes == 0 else 1  # bytes of x that were not yielded before
-        steps = zip(*(z[0, -n:].tolist() for z in (x, out.a, out.l.sigmoid())))
-        if new_bytes == 0:
-            next(steps)  # <bos>
-        yield from steps
+        n = 1 if new_bytes else len(prompt)  # bytes that were not yielded before; not <bos>
+        yield from zip(*(z[0, x.size(1) - n :].tolist() for z in (x, out.a, out.l.sigmoid())))
         byte = next_byte(model.head.logits(out.Z[:, -1]), temperature, top_k)
         draw = uniforms(1, deterministic, device)
         if cache:
@@ -140,8 +137,8 @@ def tokens(model, text, deterministic=False):
 def vectors(model, text):
     """The tokens' vectors after the middle: Y' (tokens, D), that of <bos> first.
 
-    The tokens are those of tokens(model, text, deterministic=True), except a last one that only the
-    text ends. Raises UserError if the text, a str or bytes, is longer than seq_len bytes, or if the
+    The tokens are those of tokens(model, text, deterministic=True), without a last one that is cut
+    off. Raises UserError if the text, a str or bytes, is longer than seq_len bytes, or if the
     model is not a learned one.
     """
     text = text.encode() if isinstance(text, str) else text

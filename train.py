@@ -51,7 +51,7 @@ class Hyperparameters:
     # files
     data: str = "data/stdlib"  # folder of shards made by prepare.py; this one is made on first use
     out_dir: str = "out"  # receives ckpt.pt and log.jsonl
-    resume: str = "False"  # True: continue out_dir's run; auto: continue it if there is one
+    resume: str = "False"  # True: continue out_dir's run; auto: if there is one. Becomes a bool
     init_from: str = ""  # or begin with the weights and hyperparameters of another run's ckpt.pt
     # model
     system: str = "learned"  # or uniform, hnet, ...: experiments/systems.py
@@ -75,7 +75,7 @@ class Hyperparameters:
     # optimizer
     training_bytes: int = 4_000_000  # length of the run
     effective_batch_size: int = 16  # rows in a training step, over all processes and micro-batches
-    batch_size: int = 16  # rows in a micro-batch; eq. 17 and 24 average over one per process
+    batch_size: int = 16  # rows in a micro-batch; eq. 17 and 24 average over it, per process
     learning_rate: float = 3e-3  # AdamW's peak, reached after the warm-up
     muon_learning_rate: float = 6e-3  # Muon's, for the layers' matrices; 0: AdamW trains them too
     cosine: bool = False  # True: cosine decay, as in the paper; False: linear decay; both to 0
@@ -170,7 +170,7 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
             mean_over_processes(parameter.grad)
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
-    # in float16 the scale starts at 65,536, and each overflow halves it; else it is always 1
+    # float16 overflows halve the scale, from 65,536; in other dtypes it is always 1
     if not math.isfinite(grad_norm) and scaler.get_scale() <= 1:
         raise UserError("the gradient is not finite; use smaller learning rates")
     for group in optimizer.param_groups:
@@ -252,7 +252,7 @@ def evaluate(model, shards, hp, autocast):
     nats = 0
     read = []
     model.eval()
-    # without torch.no_grad: torch.compile would compile every layer a second time
+    # with torch.no_grad, torch.compile would compile every layer again
     for x, y, u in micro_batches(shards, 0, rows, hp.batch_size, device=device):
         with autocast:
             out = model(x, u)
@@ -295,7 +295,8 @@ def train(hp, saved):
     if hp.resume:
         load_optimizer(optimizer, scaler, saved, hp)
         step, bytes_seen, log_bytes = saved["step"], saved["bytes_seen"], saved["log_bytes"]
-    step_bytes = hp.effective_batch_size * hp.seq_len  # a resumed run may have another size
+    step_bytes = hp.effective_batch_size * hp.seq_len
+    # step_bytes may have been another one before --resume
     end = bytes_seen + math.ceil((hp.training_bytes - bytes_seen) / step_bytes) * step_bytes
 
     if RANK == 0:
@@ -378,7 +379,7 @@ def load_optimizer(optimizer, scaler, saved, hp):
 # ---- Machinery: the log. ------------------------------------------------------------------------
 def open_log(path, length, device, dtype, val_shards, hp):
     """Opens log.jsonl after its first `length` bytes, and writes a header about the run."""
-    # a log without training steps, which alone have "bpb", may be overwritten
+    # only training steps have "bpb"; a log without any may be overwritten
     if not hp.resume and path.exists() and '"bpb": ' in path.read_text():
         raise UserError(f"{path} is the log of another run; remove it, or use another --out_dir")
     log = path.open("a", buffering=1)
