@@ -23,8 +23,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-BOS = 256  # the one symbol that is not a byte
-VOCAB_SIZE = 264  # 256 bytes, <bos> and 7 unused symbols: a multiple of 8 makes matmuls faster
+BOS = 256  # the one symbol that is not a byte; no head predicts it
 
 
 # ---- The transformer block of Gemma 2 (arXiv 2408.00118): RMSNorm, RoPE, GeGLU, soft-caps.
@@ -251,16 +250,16 @@ class Head(nn.Module):
     def __init__(self, dim):
         super().__init__()
         self.norm = RMSNorm(dim)
-        self.linear = nn.Linear(dim, VOCAB_SIZE, bias=False)
+        self.linear = nn.Linear(dim, 256, bias=False)
         nn.init.normal_(self.linear.weight, std=0.02)
 
     def logits(self, Z):
-        """Z (..., D) -> (..., VOCAB_SIZE), float32."""
+        """Z (..., D) -> (..., 256), float32."""
         return softcap(self.linear(self.norm(Z)).float(), 30.0)  # Gemma 2's constant
 
     def logp(self, Z, y):
         """Z (B, N, D), next bytes y (B, N) -> log p(y) (B, N), in nats."""
-        logits = self.logits(Z).flatten(0, 1)  # (B N, VOCAB_SIZE)
+        logits = self.logits(Z).flatten(0, 1)  # (B N, 256)
         return -F.cross_entropy(logits, y.flatten(), reduction="none").view_as(y)
 
 
@@ -302,7 +301,7 @@ class UNet(nn.Module):
         super().__init__()
         self.hp = hp
         D, heads, window = hp.embedding_dim, hp.num_heads, hp.attention_window
-        self.embedding = nn.Embedding(VOCAB_SIZE, D)  # standard deviation 1
+        self.embedding = nn.Embedding(257, D)  # bytes and <bos>; standard deviation 1
         self.down = nn.ModuleList(  # the encoder's layers
             Block(D, heads, D, window) for _ in range(hp.n_down_layers))
         self.middle = nn.ModuleList(

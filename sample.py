@@ -63,8 +63,8 @@ def uniforms(n, deterministic, device):
 
 
 def next_byte(logits, temperature, top_k):
-    """Draws a byte (1, 1) from the logits (1, VOCAB_SIZE) of a row."""
-    logits, byte = logits[:, :BOS].topk(min(top_k, BOS))  # bytes only
+    """Draws a byte (1, 1) from the logits (1, 256) of a row."""
+    logits, byte = logits.topk(min(top_k, 256))
     logits = (logits - logits[:, :1]) / max(temperature, 1e-30)  # so 0 takes the likeliest byte
     return byte.gather(1, logits.softmax(-1).multinomial(1))
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from common.checkpoint import read_checkpoint
 from common.commandline import UserError, argument_parser, read_command_line, run_program, say
 from common.models import make_model
-from experiments.figures import plot, write
+from experiments.figures import loss, write
 from experiments.flops import flops_per_byte
 from experiments.report import RESULTS, pivot, read_run
 from experiments.systems import SYSTEMS
@@ -98,7 +98,7 @@ def write_results(results):
     write(results / "table.md", made)
     say(made)
     if any(sum(curves.values(), [])):
-        write(results / "loss.svg", plot(curves))
+        write(results / "loss.svg", loss(curves))
 
 
 def main(argv=None):

@@ -1,19 +1,23 @@
 """
-Draws the tokens that models make of a text, or how a run learned to make them.
+Draws the tokens that models make of a text, how a run learned to make them, or results.
 
     python -m experiments.figures --name=try     the runs of results/try
     python -m experiments.figures --name=rates out-2 out-4 --text="def main(argv):"
     python -m experiments.figures --watch=out    a run of train.py, finished or not, or its log
+    python -m experiments.figures --results      the pictures of runs.jsonl in README
 
 The first two write results/NAME/boundaries.svg (the paper's Figures 2 and 5 to 12): the same text
 for all models, that of --text or the first validation row of the first run. The third writes
-watch.svg beside the log: the start of a validation text near 0, 0.5 and 1 MB and at the end.
+watch.svg beside the log: the start of a validation text near 0, 0.5 and 1 MB and at the end. The
+last one writes assets/rates.svg and assets/words.svg from the runs of the table `rates`.
 """
 import html
 import io
+import json
 import math
 import os
 import re
+import statistics
 from pathlib import Path
 
 import torch
@@ -23,10 +27,11 @@ from common.commandline import UserError, argument_parser, run_program, say
 from common.files import write_text
 from common.models import load_model
 from common.text import characters
-from experiments.report import RESULTS, read_log
+from experiments.report import RESULTS, RUNS, read_log
 from prepare import open_shards
 from sample import scored
 
+ASSETS = Path(__file__).parents[1] / "assets"
 BLUE = 0, 34, 78  # of p = 0
 YELLOW = 254, 232, 56  # of p = 1
 FORBIDDEN = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML 1.0
@@ -121,31 +126,69 @@ def learning(records):
     return picture(texts, columns=50)
 
 
-# ---- Bits over FLOPs.
-def plot(runs):
-    """An SVG of bits per byte over FLOPs, from {label: evaluations of its runs, as of read_run}."""
+# ---- Curves.
+def draw(panels, size, **settings):
+    """An SVG of panels side by side, {title: [(label, xs, ys), ...]}; ys are bits per byte."""
     os.environ.pop("MPLBACKEND", None)  # a notebook's may not exist here, and none is needed
     import matplotlib  # here because most programs plot nothing
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for n, label in enumerate(runs):
-        style = {"color": f"C{n}", "marker": "os^DvPX*<>"[n % 10], "linestyle": ("-", "--")[n % 2]}
-        for i, run in enumerate(runs[label]):
-            flops = [e["paper's FLOPs"] for e in run]
-            bits = [e["bits"] for e in run]
-            axes.plot(flops, bits, **style, label=None if i else allowed(label), markersize=4)
-    axes.set(xscale="log", xlabel="training FLOPs, counted as in the paper",
-             ylabel="validation bits per byte")
-    axes.tick_params("x", which="minor", labelsize=6)
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.2)
+    figure = Figure(figsize=size, layout="constrained")
+    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    labels = [*dict.fromkeys(label for lines in panels.values() for label, _, _ in lines)]
+    shown = {}
+    for axes, (title, lines) in zip(all_axes, panels.items()):
+        for label, xs, ys in lines:
+            n = labels.index(label)
+            shown[allowed(label)], = axes.plot(
+                xs, ys, color=f"C{n}", marker="os^DvPX*<>"[n % 10], markersize=4,
+                linestyle=("-", "--")[n % 2])
+        axes.set(title=title, **settings)
+        axes.tick_params("x", which="minor", labelsize=6)
+        axes.grid(alpha=0.2)
+    all_axes[0].set(ylabel="validation bits per byte")
+    all_axes[-1].legend(shown.values(), shown, frameon=False)
     file = io.StringIO()
     # the same runs give the same svg, byte for byte
     with matplotlib.rc_context({"svg.hashsalt": "tokens"}):
         figure.savefig(file, format="svg", metadata={"Date": None})
     return file.getvalue()
+
+
+def loss(runs):
+    """Bits over FLOPs, from {label: evaluations of its runs, as of read_run}."""
+    lines = [(label, [e["paper's FLOPs"] for e in run], [e["bits"] for e in run])
+             for label in runs for run in runs[label]]
+    return draw({"": lines}, (7, 4.5), xscale="log",
+                xlabel="training FLOPs, counted as in the paper")
+
+
+def rates(runs):
+    """Bits over the rate, from lines of runs.jsonl: means over seeds, a panel for each text."""
+    panels = {}
+    for text in dict.fromkeys(run["text"] for run in runs):
+        panels[text] = []
+        for system in dict.fromkeys(run["system"] for run in runs):
+            points = {}  # by target
+            for run in runs:
+                if (run["text"], run["system"]) == (text, system):
+                    target = run["flags"].get("downsample_rate_target")
+                    points.setdefault(target, []).append((run["rate"], run["bits"]))
+            means = sorted(tuple(map(statistics.mean, zip(*point))) for point in points.values())
+            if means:
+                panels[text].append((system, *zip(*means)))
+    return draw(panels, (4 * len(panels), 3.5), xlabel="tokens per byte")
+
+
+def words(runs):
+    """Bits along words, from the lines of runs.jsonl that have them."""
+    panels = {}
+    for run in runs:
+        for kind in "repeated", "new":
+            if kind in run:
+                line = run["system"], range(1, 1 + len(run[kind])), run[kind]
+                panels.setdefault(f"{run['text']}: {kind} words", []).append(line)
+    return draw(panels, (4 * len(panels), 3.5), xlabel="byte of the word")
 
 
 def main(argv=None):
@@ -155,7 +198,13 @@ def main(argv=None):
     add("--name", default="try", help="folder of results (%(default)s)")
     add("--text", type=os.fsencode, help="show boundaries in this text")
     add("--watch", metavar="RUN", help="show how this run learned instead")
+    add("--results", action="store_true", help="draw the results in runs.jsonl instead")
     options = parser.parse_args(argv)
+    if options.results:
+        runs = [run for run in map(json.loads, RUNS.open()) if run["table"] == "rates"]
+        write(ASSETS / "rates.svg", rates(runs))
+        write(ASSETS / "words.svg", words(runs))
+        return
     if options.watch:
         log = Path(options.watch).expanduser()
         if log.suffix != ".jsonl":

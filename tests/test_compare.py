@@ -47,7 +47,7 @@ def train_here(flags, out_dir):
 @pytest.mark.parametrize("system, target, tokens, own", [
     ("uniform", 1 / 2, 16, 0),
     ("none", 1 / 2, 32, 0),
-    ("learned", 0.99, 32, 16 * 2 + 16 * 264),  # the policy and the early exit's head
+    ("learned", 0.99, 32, 16 * 2 + 16 * 256),  # the policy and the early exit's head
     ("gumbel", 0.99, 32, 16 * 16 + 16),  # its MLP
     ("hnet", 1 / 2, 32, 3 * 16 * 16)])  # three projections
 @pytest.mark.parametrize("rows", [4, 8])
@@ -62,7 +62,7 @@ def test_flops_are_those_of_all_matmuls(system, target, tokens, own, rows):
     if system == "hnet":
         torch.nn.init.zeros_(model.q.weight)  # p is 1/2 at every byte: a boundary
     old = {name: z.clone() for name, z in model.state_dict().items()}
-    head = 16 * 264
+    head = 16 * 256
     matrices = 32 * (2 * 7 * 16**2 + head + own) + tokens * 16 * 16**2
     attention = 2 * (2 * 32 * 16 * 16) + 2 * tokens**2 * 16  # a byte's products are with 16 keys
     # three iterations for each matrix; the shorter side is always 16
@@ -86,8 +86,8 @@ def test_the_paper_counts_six_flops_per_matrix_parameter():
     learned = make_model(Hyperparameters(**shape))
     uniform = make_model(Hyperparameters(**shape, system="uniform"))
     before = 2 * 7 * 64
-    policy_and_early_head = 2 * 8 + 264 * 8
-    from_middle = 0.3 * 5 * 16 * 64 + 3 * 7 * 64 + 264 * 8
+    policy_and_early_head = 2 * 8 + 256 * 8
+    from_middle = 0.3 * 5 * 16 * 64 + 3 * 7 * 64 + 256 * 8
     assert paper_flops_per_byte(uniform, 0.3) == pytest.approx(6 * (before + from_middle))
     assert paper_flops_per_byte(learned, 0.3) == pytest.approx(
         6 * (before + policy_and_early_head + from_middle))

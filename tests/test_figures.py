@@ -8,6 +8,7 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
@@ -76,23 +77,44 @@ def test_what_utf8_or_xml_forbids_is_replaced_and_the_rest_is_written(tmp_path):
     figures.write(tmp_path / "a.svg", figures.picture({text: [(text, True, 0.0)]}, 10))
     assert read_picture(tmp_path / "a.svg") == {
         shown: [(shown.replace("\n", "⏎"), BLUE, True)]}
-    made = figures.plot({text: [[{"paper's FLOPs": 1, "bits": 4}]]})
+    made = figures.loss({text: [[{"paper's FLOPs": 1, "bits": 4}]]})
     figures.write(tmp_path / "b.svg", made)
     ElementTree.parse(tmp_path / "b.svg")
 
 
-def test_only_plot_needs_matplotlib_and_it_needs_no_backend_of_a_notebook(tmp_path):
+def test_the_pictures_of_results_show_means_over_seeds_by_rate_and_bits_along_words(monkeypatch):
+    def run(text, system, target, rate, bits, **words):
+        return {"text": text, "system": system, "flags": {"downsample_rate_target": target},
+                "rate": rate, "bits": bits, **words}
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(
+        {axes.get_title(): [[*map(list, line.get_data())] for line in axes.lines]
+         for axes in figure.axes}))
+    runs = [run("C", "learned", 0.5, 0.52, 1.0, repeated=[2, 1], new=[3, 2, 1]),
+            run("C", "learned", 0.2, 0.21, 3.0), run("C", "learned", 0.2, 0.23, 2.0),
+            run("C", "none", 0.2, 1.0, 0.5, repeated=[1, 1], new=[2]),
+            run("English", "none", 0.2, 1.0, 4.0)]
+    figures.rates(runs)
+    figures.words(runs)
+    assert drawn == [
+        {"C": [[[0.22, 0.52], [2.5, 1.0]], [[1.0], [0.5]]], "English": [[[1.0], [4.0]]]},
+        {"C: repeated words": [[[1, 2], [2, 1]], [[1, 2], [1, 1]]],
+         "C: new words": [[[1, 2, 3], [3, 2, 1]], [[1], [2]]]}]
+
+
+def test_only_curves_need_matplotlib_and_they_need_no_backend_of_a_notebook(tmp_path):
     """The same points also give the same file."""
     modules = [path.stem for path in (ROOT / "experiments").glob("*.py")]
     program = f"""
 import sys
 from pathlib import Path
 from experiments import {", ".join(modules)}
-from experiments.figures import plot
+from experiments.figures import loss
 assert "matplotlib" not in sys.modules
 run = [{{"paper's FLOPs": 1, "bits": 4}}, {{"paper's FLOPs": 30, "bits": 2}}]
 for name in "ab":
-    Path(sys.argv[1], name + ".svg").write_text(plot({{"x": [run]}}))
+    Path(sys.argv[1], name + ".svg").write_text(loss({{"x": [run]}}))
 """
     backend = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
     subprocess.run([sys.executable, "-c", program, tmp_path], cwd=ROOT, check=True,
