@@ -205,7 +205,7 @@ def test_bytes_are_scored_as_they_are(trained, tmp_path, capsys):
 
 def test_vectors_are_what_the_decoder_adds_to_the_bytes_up_to_the_next_token(trained):
     model = sample.load(trained)
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     model.policy.linear.weight.data.normal_(std=50)  # make it sure
     x = torch.tensor([[BOS, *b"def main(argv):"]])
     with torch.no_grad():
