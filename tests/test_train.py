@@ -24,7 +24,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import train
 from common.commandline import UserError, read_command_line
 from common.models import load_model, make_model
-from common.muon import COEFFICIENTS
 from conftest import ROOT, TINY
 from model import BOS, Output, UNet
 from prepare import open_shards
@@ -152,8 +151,8 @@ def test_training_steps_are_those_of_the_written_equations(quick, data, tmp_path
                     m[name] = 0.95 * m[name] + 0.05 * g
                     U, s, V = (0.95 * m[name] + 0.05 * g).svd()
                     s /= s.norm()
-                    for a, b, c in COEFFICIENTS:  # Newton-Schulz brings singular values near 1
-                        s = a * s + b * s**3 + c * s**5
+                    for _ in range(5):  # Newton-Schulz brings all singular values near 1
+                        s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
                     p *= 1 - muon_lr * scale * decay
                     p -= muon_lr * scale * 0.2 * max(p.shape) ** 0.5 * (U * s) @ V.T
                     continue
@@ -241,13 +240,6 @@ def test_every_epoch_reads_every_row_once_in_its_own_order_on_any_number_of_proc
     assert sorted(order[:10]) == sorted(order[10:]) == list(range(10))
     assert order[:10] != order[10:]
     assert read(1) == read(2) == read(4)
-
-
-def test_newton_schulz_brings_singular_values_from_a_hundredth_to_one_near_one():
-    s = torch.linspace(0.01, 1, 10_001)
-    for a, b, c in COEFFICIENTS:
-        s = a * s + b * s**3 + c * s**5
-    assert (s - 1).abs().max() < 0.271
 
 
 def error_of_moments(one, other):
