@@ -75,7 +75,7 @@ class Hyperparameters:
     # optimizer
     training_bytes: int = 4_000_000  # length of the run
     effective_batch_size: int = 16  # rows in a training step, over all processes and micro-batches
-    batch_size: int = 16  # rows in a micro-batch; eq. 17 and 24 average over it, per process
+    batch_size: int = 16  # rows in a micro-batch; eq. 17 and 24 average over one from each process
     learning_rate: float = 3e-3  # AdamW's peak, reached after the warm-up
     muon_learning_rate: float = 6e-3  # Muon's, for the layers' matrices; 0: AdamW trains them too
     cosine: bool = False  # True: cosine decay, as in the paper; False: linear decay; both to 0

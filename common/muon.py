@@ -12,7 +12,8 @@ def orthogonalized(matrices, dtype):
     """Brings the singular values of each matrix in (n, rows, columns) near 1. Returns float32.
 
     It takes five Newton-Schulz iterations, whose matmuls are computed in dtype. Three with Polar
-    Express's coefficients (arXiv 2505.16932) lift small singular values less: 0.03 bits worse.
+    Express's coefficients (arXiv 2505.16932) lift small singular values less, and were 0.04 bits
+    worse (uniform tokens, C, 3.2M parameters).
     """
     if matrices.size(1) > matrices.size(2):
         return orthogonalized(matrices.mT, dtype).mT  # so that the gram matrices are small

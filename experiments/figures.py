@@ -4,12 +4,12 @@ Draws the tokens that models make of a text, how a run learned to make them, or 
     python -m experiments.figures --name=try     the runs of results/try
     python -m experiments.figures --name=rates out-2 out-4 --text="def main(argv):"
     python -m experiments.figures --watch=out    a run of train.py, finished or not, or its log
-    python -m experiments.figures --results      the pictures of runs.jsonl in README
+    python -m experiments.figures --results      the runs of the table `rates` in runs.jsonl
 
 The first two write results/NAME/boundaries.svg (the paper's Figures 2 and 5 to 12): the same text
 for all models, that of --text or the first validation row of the first run. The third writes
 watch.svg beside the log: the start of a validation text near 0, 0.5 and 1 MB and at the end. The
-last one writes assets/rates.svg and assets/words.svg from the runs of the table `rates`.
+last one writes assets/rates.svg, bits over the rate, and assets/words.svg, bits along words.
 """
 import html
 import io
