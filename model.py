@@ -10,6 +10,7 @@ are the paper's too:
     a  a_i = 1: a token ends at byte i         (B, N)      X'  those at the boundaries    (B, M, D)
     l  logit of that decision, p = sigmoid(l)  (B, N)      Y'  after the middle           (B, M, D)
     y  the byte to predict, y_i = x_{i+1}      (B, N)      Y   handed back to the bytes   (B, N, D)
+    u  uniforms of the draws                   (B, N)      Z   what the head reads        (B, N, D)
 
 B rows, N bytes in a row, D = embedding_dim, w = policy_window, S = policy_scale (the D of eq. 22).
 M is the number of tokens in the longest row; shorter rows are padded. hp holds train.py's
@@ -32,7 +33,7 @@ def softcap(z, c):
 
 
 def linear(inputs, outputs):
-    """A matrix without a bias. At first its outputs have the variance of its inputs."""
+    """A linear layer without bias. At initialization it keeps the variance of its inputs."""
     layer = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(layer.weight, std=inputs**-0.5)
     return layer
@@ -174,7 +175,8 @@ class Policy(nn.Module):
         """X (B, N, D) -> l (B, N, 2^w), float32. Bit j-1 of a history is the decision a_{i-j}."""
         with torch.autocast(X.device.type, enabled=False):
             z = self.linear(self.norm(X).float())  # (W_0 X_i, ..., W_w X_i)
-        raw = z[..., :1]  # eq. 21, a column for each history of j decisions; here j = 0
+        # eq. 21: raw (B, N, 2^j) has a column for each history of j decisions; now j = 0
+        raw = z[..., :1]
         for j in range(1, 1 + self.hp.policy_window):
             # the histories so far with a_{i-j} = 0, then with a_{i-j} = 1
             raw = torch.cat((raw, raw + z[..., j : j + 1]), dim=-1)
@@ -206,6 +208,7 @@ def draw(p, u, history):
     # table_i maps the history before position max(0, i - span + 1) to the one after i
     span = 1
     while span < N:
+        # longer_i[h] = table_i[table_{i-span}[h]]
         longer = table[:, span:].gather(-1, table[:, :-span])
         table = torch.cat((table[:, :span], longer), dim=1)  # the first ones reach back to 0
         span *= 2
@@ -239,7 +242,7 @@ def token_layout(a, multiple=8):
 
 
 def pick(z, i):
-    """z_i in each row: z (B, K, D), indices i (B, L) into K -> (B, L, D)."""
+    """Gathers positions i (B, L) of each row of z (B, K, D): (B, L, D)."""
     return z.gather(1, i[..., None].expand(-1, -1, z.size(2)))
 
 
@@ -349,7 +352,7 @@ class UNet(nn.Module):
         tokens = pick(X, ends)  # X' (B, M, D), eq. 3, eq. 7
         tokens = self.transform(self.middle, tokens, ends, cache)  # Y' (B, M, D), eq. 4
         if cache:
-            # -1, no token in this piece yet, becomes the last cached token
+            # count from the first cached token; -1, no token in this piece yet, becomes the last
             reads = reads + cache.tokens.size(1)
             tokens = torch.cat((cache.tokens, tokens), dim=1)
             cache.tokens = tokens
@@ -357,7 +360,7 @@ class UNet(nn.Module):
 
 
 class Model(UNet):
-    """The paper's model: a policy draws the boundaries; sections 2.3 to 2.5. Losses: train.py."""
+    """The paper's model, whose policy draws the boundaries; section 2.5. train.py has the losses."""
 
     def __init__(self, hp):
         super().__init__(hp)

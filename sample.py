@@ -3,7 +3,6 @@ Generates text with a trained model and shows where its tokens end.
 
     python sample.py --start="def main" --num_samples=3 --temperature=0.8 --top_k=50
     python sample.py --score=FILE                  shows the boundaries of a file (- for stdin)
-    python sample.py --text="def main(argv):"      shows the boundaries of this text
 
 A │ marks the end of a token. On a terminal the colour is the policy's probability of a
 boundary after that character: blue is low, yellow is high. tokens() and vectors() are for use in
@@ -31,7 +30,6 @@ class Settings:
     out_dir: str = "out"  # folder where train.py left ckpt.pt
     start: bytes = b""  # the text to continue; FILE:PATH reads it from a file
     score: str = ""  # or a file whose boundaries to show; - for stdin
-    text: bytes = b""  # or a text whose boundaries to show
     deterministic: bool = False  # True: tokens end where p > 1/2; False: boundaries are drawn
     seed: int = 1337  # of the draws
     device: str = "auto"  # "auto", "cpu", "cuda" or "mps"
@@ -80,16 +78,16 @@ def generate(model, prompt, max_new_bytes, temperature, top_k, deterministic=Fal
     x = torch.tensor([[BOS, *prompt]], device=device)  # the bytes to read next
     u = uniforms(x.size(1), deterministic, device)
     cache = Cache(model) if model.hp.system == "learned" else None
-    for new_bytes in range(max_new_bytes + 1):
+    for step in range(max_new_bytes + 1):
         out = model(x, u, cache) if cache else model(x, u)
-        n = 1 if new_bytes else len(prompt)  # bytes that were not yielded before; not <bos>
+        n = len(prompt) if step == 0 else 1  # bytes that were not yielded before; not <bos>
         yield from zip(*(z[0, x.size(1) - n :].tolist() for z in (x, out.a, out.l.sigmoid())))
         byte = next_byte(model.head.logits(out.Z[:, -1]), temperature, top_k)
-        draw = uniforms(1, deterministic, device)
+        next_u = uniforms(1, deterministic, device)
         if cache:
-            x, u = byte, draw
+            x, u = byte, next_u
         else:  # other systems read the whole row again
-            x, u = torch.cat((x, byte), dim=1), torch.cat((u, draw), dim=1)
+            x, u = torch.cat((x, byte), dim=1), torch.cat((u, next_u), dim=1)
 
 
 # ---- Boundaries of a text.
@@ -154,31 +152,28 @@ def vectors(model, text):
 # ---- The program.
 def show(steps):
     """Prints a text as its bytes come, with marks where its tokens end. Returns the steps."""
-    shown, again = tee(steps)
+    shown, kept = tee(steps)
     for piece in marked(shown):
         print(piece, end="", flush=True)
     print("\n" + "-" * 80)
-    return list(again)
+    return list(kept)
 
 
 def main(argv):
     """Runs the command line. Raises UserError."""
     chosen = read_command_line(argv, Settings)
-    given = [key for key in ("start", "score", "text") if key in chosen]
-    if len(given) > 1:
-        raise UserError(f"--{' and --'.join(given)} exclude each other; give one of them")
+    if "start" in chosen and "score" in chosen:
+        raise UserError("--start and --score exclude each other; give one of them")
     options = Settings(**chosen)
     check(options)
     model = load(options.out_dir)
     device, _ = device_and_dtype(options.device, "float32")
     model.to(device)
     torch.manual_seed(options.seed)
-    scoring = "text" in chosen or "score" in chosen
-    if scoring:
-        text = options.text
+    if options.score:
         if options.score == "-":
             text = sys.stdin.buffer.read()
-        elif options.score:
+        else:
             text = Path(options.score).read_bytes()
         if not text:
             raise UserError("the given text is empty")
@@ -200,7 +195,7 @@ def main(argv):
         ends += not steps[-1][1]  # the last token ends with the text
     seconds = time.perf_counter() - started
     bits = ""
-    if scoring:
+    if options.score:
         bits = f", {sum(step[3] for step in steps) / math.log(2) / n:.3f} bits per byte"
     print(f"{n} bytes, {ends} tokens, {n / ends:.2f} bytes per token{bits}, "
           f"{n / seconds:.0f} bytes per second")

@@ -51,7 +51,7 @@ class Hyperparameters:
     # files
     data: str = "data/stdlib"  # folder of shards made by prepare.py; this one is made on first use
     out_dir: str = "out"  # receives ckpt.pt and log.jsonl
-    resume: str = "False"  # True: continue out_dir's run; auto: if there is one. Becomes a bool
+    resume: str = "False"  # True: continue out_dir's run; auto: continue it if it exists
     init_from: str = ""  # or begin with the weights and hyperparameters of another run's ckpt.pt
     # model
     system: str = "learned"  # or uniform, hnet, ...: experiments/systems.py
@@ -75,7 +75,7 @@ class Hyperparameters:
     # optimizer
     training_bytes: int = 4_000_000  # length of the run
     effective_batch_size: int = 16  # rows in a training step, over all processes and micro-batches
-    batch_size: int = 16  # rows in a micro-batch; eq. 17 and 24 average over one from each process
+    batch_size: int = 16  # rows in a process's micro-batch; eq. 17 and 24 average over processes
     learning_rate: float = 3e-3  # AdamW's peak, reached after the warm-up
     muon_learning_rate: float = 6e-3  # Muon's, for the layers' matrices; 0: AdamW trains them too
     cosine: bool = False  # True: cosine decay, as in the paper; False: linear decay; both to 0
@@ -117,10 +117,10 @@ def losses(model, out, y, hp):
 
     out is what the model returned for a micro-batch, y (B, N) are the next bytes.
 
-    The policy is trained by REINFORCE. Per byte, -grad L_pi estimates the policy gradient, eq. 13,
-    and -grad L_auto estimates eq. 12, the gradient for fixed boundaries. The mean in eq. 17
-    includes the row itself; that only scales eq. 13 by 1 - 1 / (number of rows). gamma < 1 trades
-    some bias for much less variance.
+    The policy is trained by REINFORCE. -grad L_pi estimates the policy gradient, eq. 13, divided by
+    N, and -grad L_auto estimates the gradient for fixed boundaries, eq. 12, divided by N. The mean
+    in eq. 17 includes the row itself; that only scales eq. 13 by 1 - 1 / (number of rows).
+    gamma < 1 trades some bias for much less variance.
     """
     logp = model.head.logp(out.Z, y)  # (B, N), eq. 6
     early_logp = model.early_head.logp(out.X, y)  # eq. 14
@@ -151,18 +151,20 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
     Returns what to log, scalar tensors by name that are means over the micro-batches, and the
     gradient's norm.
     """
-    # the models of experiments/systems.py have a method losses(self, out, y, hp)
-    loss_function = getattr(type(model), "losses", losses)
     logged = {}
     for x, y, u in batches:
         with autocast:
             out = model(x, u)
-            L, terms = loss_function(model, out, y, hp)
+            if hasattr(model, "losses"):  # another system's, in experiments/systems.py
+                L, terms = model.losses(out, y, hp)
+            else:
+                L, terms = losses(model, out, y, hp)
         scaler.scale(L / len(batches)).backward()
         l = out.l.detach()
         terms["bpb"] = terms["auto"] / math.log(2)
         terms["rate"] = out.a.float().mean()
-        terms["entropy"] = F.binary_cross_entropy_with_logits(l, l.sigmoid()) / math.log(2)  # bits
+        # entropy is the cross-entropy of p with itself; in bits
+        terms["entropy"] = F.binary_cross_entropy_with_logits(l, l.sigmoid()) / math.log(2)
         for name, z in terms.items():
             logged[name] = logged.get(name, 0) + z.detach() / len(batches)
     for parameter in model.parameters():
@@ -170,13 +172,12 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
             mean_over_processes(parameter.grad)
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
-    # float16 overflows halve the scale, from 65,536; in other dtypes it is always 1
+    # in float16 the scaler skips such a step and halves its scale; in other dtypes that is 1
     if not math.isfinite(grad_norm) and scaler.get_scale() <= 1:
         raise UserError("the gradient is not finite; use smaller learning rates")
     for group in optimizer.param_groups:
-        peak = group.setdefault("peak", group["lr"])  # make_optimizer's lr, kept at the first step
-        group["lr"] = peak * fraction
-    scaler.step(optimizer)  # skipped after an overflow
+        group["lr"] = group["peak"] * fraction
+    scaler.step(optimizer)
     scaler.update()
     model.zero_grad()
     return logged, grad_norm
@@ -193,7 +194,7 @@ def learning_rate_fraction(bytes_seen, end, hp):
 
 
 def make_optimizer(model, hp, dtype):
-    """An optimizer for all parameters, with the schedule's peaks as its learning rates.
+    """An optimizer for all parameters. Each group has the peak of its learning rate.
 
     Muon trains the layers' matrices, with matmuls in this dtype, and AdamW trains the rest.
     """
@@ -207,9 +208,9 @@ def make_optimizer(model, hp, dtype):
             others.append(p)
     lr, decay = hp.learning_rate, hp.weight_decay
     groups = [
-        {"params": undecayed, "lr": lr, "weight_decay": 0},
-        {"params": blocks, "lr": hp.muon_learning_rate, "weight_decay": decay, "muon": True},
-        {"params": others, "lr": lr, "weight_decay": decay}]
+        {"params": undecayed, "peak": lr, "weight_decay": 0},
+        {"params": blocks, "peak": hp.muon_learning_rate, "weight_decay": decay, "muon": True},
+        {"params": others, "peak": lr, "weight_decay": decay}]
     return MuonAdamW(groups, getattr(torch, dtype))
 
 
@@ -273,7 +274,7 @@ def share_outside_words(x, a):
     A token may end at any of a character's bytes; two in the same character count as one.
     """
     x, a = x.flatten().tolist(), a.flatten().tolist()
-    steps = zip(x, a, a)  # the third would be p, which is not needed here
+    steps = zip(x, a, a)  # characters wants p as the third, and only passes it on
     outside = [not in_word(text) for text, end, _ in characters(steps) if end]
     return sum(outside) / max(len(outside), 1)
 
@@ -296,7 +297,7 @@ def train(hp, saved):
         load_optimizer(optimizer, scaler, saved, hp)
         step, bytes_seen, log_bytes = saved["step"], saved["bytes_seen"], saved["log_bytes"]
     step_bytes = hp.effective_batch_size * hp.seq_len
-    # step_bytes may have been another one before --resume
+    # whole steps from here on; bytes_seen is no multiple if another batch size is resumed with
     end = bytes_seen + math.ceil((hp.training_bytes - bytes_seen) / step_bytes) * step_bytes
 
     if RANK == 0:
@@ -473,7 +474,7 @@ def compile_model(model, **options):
 
     For the policy and the heads, the compiler takes longer than it saves in the quick run.
     """
-    torch._dynamo.config.specialize_float = True  # soft-caps become constants in dynamic graphs
+    torch._dynamo.config.specialize_float = True  # compile soft-caps as constants
     for part in model.modules():
         if isinstance(part, Block):
             part.compile(dynamic=part in model.middle, **options)  # the number of tokens varies

@@ -256,7 +256,7 @@ CODES = {"/dev/full": 2, "pipe": 0, "SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129
 PROGRAMS = {  # each prints its help, its results or its progress
     "train.py": "{tiny} --out_dir={tmp}/out", "train.py ": "--help", "prepare.py": "--help",
     "prepare.py ": "--dataset=files --input={tmp}/x.txt --seq_len=9 --out_dir={tmp}/x",
-    "sample.py": "--out_dir={trained} --text=fox", "experiments.report": "--help",
+    "sample.py": "--out_dir={trained} --score={tmp}/x.txt", "experiments.report": "--help",
     "experiments.evaluate": "{trained} heldout={data}", "experiments.worth": "{trained} --flips=64",
     "experiments.figures": "--watch={tmp}", "experiments.bench": "{larger} --setting=",
     "experiments.compare": "--name={tmp}/runs --systems=uniform {larger}"}

@@ -605,7 +605,7 @@ import sys, sample, train
 train.main([*flags, out, "--training_bytes=128"])
 train.main(["--resume=True", out, "--training_bytes=256"])
 sample.main([out, "--max_new_bytes=5"])
-sample.main([out, "--text=the quick"])
+sample.main([out, f"--score={sample.__file__}"])
 """
     command = [sys.executable, "-c", program, *TINY, f"--data={data}", f"--out_dir={tmp_path}/out"]
     subprocess.run(command, cwd=tmp_path, check=True)
