@@ -176,7 +176,8 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
     if not math.isfinite(grad_norm) and scaler.get_scale() <= 1:
         raise UserError("the gradient is not finite; use smaller learning rates")
     for group in optimizer.param_groups:
-        group["lr"] = group["peak"] * fraction
+        peak = group.setdefault("peak", group["lr"])  # at the first step, as make_optimizer set it
+        group["lr"] = peak * fraction
     scaler.step(optimizer)
     scaler.update()
     model.zero_grad()
@@ -194,7 +195,7 @@ def learning_rate_fraction(bytes_seen, end, hp):
 
 
 def make_optimizer(model, hp, dtype):
-    """An optimizer for all parameters. Each group has the peak of its learning rate.
+    """An optimizer for all parameters, with the schedule's peaks as its learning rates.
 
     Muon trains the layers' matrices, with matmuls in this dtype, and AdamW trains the rest.
     """
@@ -208,9 +209,9 @@ def make_optimizer(model, hp, dtype):
             others.append(p)
     lr, decay = hp.learning_rate, hp.weight_decay
     groups = [
-        {"params": undecayed, "peak": lr, "weight_decay": 0},
-        {"params": blocks, "peak": hp.muon_learning_rate, "weight_decay": decay, "muon": True},
-        {"params": others, "peak": lr, "weight_decay": decay}]
+        {"params": undecayed, "lr": lr, "weight_decay": 0},
+        {"params": blocks, "lr": hp.muon_learning_rate, "weight_decay": decay, "muon": True},
+        {"params": others, "lr": lr, "weight_decay": decay}]
     return MuonAdamW(groups, getattr(torch, dtype))
 
 
