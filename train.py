@@ -75,7 +75,7 @@ class Hyperparameters:
     # optimizer
     training_bytes: int = 4_000_000  # length of the run
     effective_batch_size: int = 16  # rows in a training step, over all processes and micro-batches
-    batch_size: int = 16  # rows in a process's micro-batch; eq. 17 and 24 average over processes
+    batch_size: int = 16  # rows in a process's micro-batch; eq. 17, 24 average all processes' rows
     learning_rate: float = 3e-3  # AdamW's peak, reached after the warm-up
     muon_learning_rate: float = 6e-3  # Muon's, for the layers' matrices; 0: AdamW trains them too
     cosine: bool = False  # True: cosine decay, as in the paper; False: linear decay; both to 0
@@ -298,7 +298,7 @@ def train(hp, saved):
         load_optimizer(optimizer, scaler, saved, hp)
         step, bytes_seen, log_bytes = saved["step"], saved["bytes_seen"], saved["log_bytes"]
     step_bytes = hp.effective_batch_size * hp.seq_len
-    # whole steps from here on; bytes_seen is no multiple if another batch size is resumed with
+    # whole steps from here on; a resumed run's earlier steps may have had another size
     end = bytes_seen + math.ceil((hp.training_bytes - bytes_seen) / step_bytes) * step_bytes
 
     if RANK == 0:
