@@ -360,7 +360,7 @@ class UNet(nn.Module):
 
 
 class Model(UNet):
-    """The paper's model, whose policy draws the boundaries; section 2.5. train.py has the losses."""
+    """The paper's model: a policy draws the boundaries; section 2.5. Its losses are in train.py."""
 
     def __init__(self, hp):
         super().__init__(hp)
