@@ -175,7 +175,7 @@ class Policy(nn.Module):
         """X (B, N, D) -> l (B, N, 2^w), float32. Bit j-1 of a history is the decision a_{i-j}."""
         with torch.autocast(X.device.type, enabled=False):
             z = self.linear(self.norm(X).float())  # (W_0 X_i, ..., W_w X_i)
-        # eq. 21: raw (B, N, 2^j) has a column for each history of j decisions; now j = 0
+        # eq. 21: raw (B, N, 2^j) has a column for each history of j decisions; here j = 0
         raw = z[..., :1]
         for j in range(1, 1 + self.hp.policy_window):
             # the histories so far with a_{i-j} = 0, then with a_{i-j} = 1

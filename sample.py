@@ -170,7 +170,8 @@ def main(argv):
     device, _ = device_and_dtype(options.device, "float32")
     model.to(device)
     torch.manual_seed(options.seed)
-    if options.score:
+    scoring = "score" in chosen
+    if scoring:
         if options.score == "-":
             text = sys.stdin.buffer.read()
         else:
@@ -195,7 +196,7 @@ def main(argv):
         ends += not steps[-1][1]  # the last token ends with the text
     seconds = time.perf_counter() - started
     bits = ""
-    if options.score:
+    if scoring:
         bits = f", {sum(step[3] for step in steps) / math.log(2) / n:.3f} bits per byte"
     print(f"{n} bytes, {ends} tokens, {n / ends:.2f} bytes per token{bits}, "
           f"{n / seconds:.0f} bytes per second")

@@ -172,7 +172,7 @@ def training_step(model, batches, optimizer, fraction, scaler, autocast, hp):
             mean_over_processes(parameter.grad)
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip).item()
-    # in float16 the scaler skips such a step and halves its scale; in other dtypes that is 1
+    # in float16 the scaler skips such a step and halves its scale, which is 1 in other dtypes
     if not math.isfinite(grad_norm) and scaler.get_scale() <= 1:
         raise UserError("the gradient is not finite; use smaller learning rates")
     for group in optimizer.param_groups:
